@@ -1,0 +1,85 @@
+"""What an engine reports about itself while it runs: the seam between the engine and any metrics.
+
+The engine calls an `Observer`; `serve/metrics.py` is one (Prometheus), `NoObserver` another.
+Calls happen on the event loop and must return at once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from deepinfer.types import FinishReason, Timeline, Usage
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, after its results were committed."""
+
+    number: int
+    num_rows: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_sampled_tokens: int
+    device_s: float
+    host_s: float  # planning and committing
+    num_preempted: int = 0
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished request."""
+
+    request_id: str
+    finish_reason: FinishReason
+    usage: Usage
+    timeline: Timeline
+    time_to_first_token_s: float | None  # None: it ended before one
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an engine at one moment, for gauges, `/health` and the curious."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_blocks: int  # usable ones
+    num_blocks_held: int  # by running sequences
+    num_blocks_cached: int  # not held, but kept for prefix hits
+    prefix_queries_tokens: int  # prompt tokens looked up since start
+    prefix_hits_tokens: int
+    num_preemptions: int
+    num_steps: int
+    loop_lag_s: float  # worst recent delay of the event loop
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that running sequences hold."""
+        return self.num_blocks_held / self.num_blocks if self.num_blocks else 0.0
+
+
+class Observer(Protocol):
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_token_interval(self, seconds: float, num_tokens: int) -> None:
+        """A sequence got `num_tokens` tokens, `seconds` after its previous one."""
+
+    def on_finish(self, report: RequestReport) -> None: ...
+
+    def on_cancel(self, cause: str) -> None:
+        """A request was cancelled; causes: "abandoned", "closed", "deadline", "shutdown"."""
+
+    def on_loop_lag(self, seconds: float) -> None: ...
+
+
+class NoObserver:
+    """Looks away."""
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_token_interval(self, seconds: float, num_tokens: int) -> None: ...
+
+    def on_finish(self, report: RequestReport) -> None: ...
+
+    def on_cancel(self, cause: str) -> None: ...
+
+    def on_loop_lag(self, seconds: float) -> None: ...
