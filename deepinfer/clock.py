@@ -1,4 +1,4 @@
-"""Time, real or virtual, behind one interface. Everything that waits or measures is given a Clock."""
+"""Time, real or virtual, behind one interface: whatever waits or measures is given a Clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told: `advance` wakes the sleepers in the order of their times."""
+    """A clock that moves only when told: `advance` wakes the sleepers in order of their times."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -3,7 +3,7 @@
     DeepinferError
     ├── ConfigError                a setting is wrong; raised before anything is loaded
     ├── ModelError                 a checkpoint cannot be served
-    │   ├── UnsupportedModelError  an architecture, tensor format or option that has no implementation
+    │   ├── UnsupportedModelError  architecture, tensor format or option without implementation
     │   └── CheckpointError        missing, truncated or inconsistent files and tensors
     ├── MemoryPlanError            what was asked for does not fit; says what would
     ├── RequestError               the caller's mistake (HTTP 400); `.field` names the culprit
@@ -51,7 +51,7 @@ class MemoryPlanError(DeepinferError):
 
 
 class RequestError(DeepinferError):
-    """The request is invalid. `field` names the parameter, `None` when no single one is at fault."""
+    """The request is invalid. `field` names the parameter; `None`: no single one is at fault."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
 """The contract between the scheduler, which plans steps, and a device, which runs them.
 
-Both sides import this file and neither imports the other: the scheduler knows no tensor, the runtime
-knows no request. Everything that crosses is a frozen struct of numpy arrays.
+Both sides import this file and neither imports the other: the scheduler knows no tensor, the
+runtime knows no request. Everything that crosses is a frozen struct of numpy arrays.
 
 Vocabulary: a *slot* is a place for one running sequence (its token ids, block table, sampling
 parameters and per-sequence state live there on the device); a *row* is one sequence's share of one
