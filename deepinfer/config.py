@@ -1,7 +1,7 @@
 """EngineConfig: every setting of an engine, in one frozen struct, documented where it is declared.
 
-Settings of the HTTP front are in `serve/app.py` (ServerConfig). `tests/test_settings.py` freezes the
-field list: adding one is a decision, not an accident.
+Settings of the HTTP front are in `serve/app.py` (ServerConfig). `tests/test_settings.py` freezes
+the field list: adding one is a decision, not an accident.
 """
 
 from __future__ import annotations
