@@ -404,7 +404,7 @@ class ScriptedDevice:
         asked = (self._held(plan, slot).start.params.logprobs for slot in plan.slots[rows].tolist())
         k = max(number or 0 for number in asked)
         chosen = np.full((len(rows), 1), -0.5, np.float32)
-        top_ids: Int32Array = token_ids[rows][:, :, None] + np.arange(k, dtype=np.int32)
+        top_ids = (token_ids[rows][:, :, None] + np.arange(k)).astype(np.int32)
         top = np.broadcast_to(-0.5 * np.arange(1, k + 1, dtype=np.float32), top_ids.shape)
         return StepLogprobs(rows=rows, chosen=chosen, top_token_ids=top_ids, top=top.copy())
 
