@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.types import FinishReason, Timeline, Usage
 
@@ -23,7 +25,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     num_sampled_tokens: int
     device_s: float
     host_s: float  # planning and committing
-    num_preempted: int = 0
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +61,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class Observer(Protocol):
     def on_step(self, report: StepReport) -> None: ...
 
-    def on_token_interval(self, seconds: float, num_tokens: int) -> None:
-        """A sequence got `num_tokens` tokens, `seconds` after its previous one."""
+    def on_token_intervals(self, seconds: NDArray[np.float64]) -> None:
+        """After a step: for each sequence with a new token, the time since its previous one."""
 
     def on_finish(self, report: RequestReport) -> None: ...
 
@@ -76,7 +77,7 @@ class NoObserver:
 
     def on_step(self, report: StepReport) -> None: ...
 
-    def on_token_interval(self, seconds: float, num_tokens: int) -> None: ...
+    def on_token_intervals(self, seconds: NDArray[np.float64]) -> None: ...
 
     def on_finish(self, report: RequestReport) -> None: ...
 
