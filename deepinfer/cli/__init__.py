@@ -4,7 +4,7 @@ This package is the only place that touches signals, the process's logging and i
 subcommand is a module with `main(arguments) -> exit code`, imported when it is called for, so that
 `--help` and `--version` need neither torch nor a server.
 
-Exit codes: 0 done, 1 the work failed, 2 a flag, a setting or a checkpoint is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the work failed, 2 a flag, setting or checkpoint is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"commands:\n{commands}\n\n`deepinfer COMMAND --help` lists the flags of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"deepinfer {deepinfer.__version__}"
-    )
+    parser.add_argument("--version", action="version", version=f"deepinfer {deepinfer.__version__}")
     parser.add_argument("command", choices=list(_COMMANDS), help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
