@@ -30,6 +30,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="deepinfer chat",
+        allow_abbrev=False,
         usage="deepinfer chat [flags]",
         description="Talk to a model in the terminal.",
         epilog=_HELP,

@@ -105,7 +105,7 @@ ENGINE_FLAGS = (
 )
 
 SERVER_FLAGS = (
-    Flag("--host", "host", "address to listen on; 0.0.0.0: all"),
+    Flag("--host", "host", "address to listen on; 0.0.0.0: all", "ADDRESS"),
     Flag("--port", "port", "0: any that is free"),
     Flag("--uds", "uds", "listen on this Unix socket instead", "PATH"),
     Flag("--ssl-certfile", "tls_cert_file", "certificate, PEM; with the key: HTTPS", "FILE"),

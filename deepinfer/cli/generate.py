@@ -26,6 +26,7 @@ from deepinfer.types import Delta
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="deepinfer generate",
+        allow_abbrev=False,
         usage="deepinfer generate [flags] PROMPT",
         description="Print the answer to one prompt, as it comes.",
     )
