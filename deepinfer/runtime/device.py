@@ -50,22 +50,19 @@ class _Step:
 class CpuDevice:
     """Implements `step.Device`.
 
-    `on_thread_start` runs first of all in the worker thread. `before_step`, if set, is called
-    there with the step's number before its forward: a test may wait in it, a profiler may mark it.
+    `before_step`, if set, is called in the worker thread with the step's number before its
+    forward: a test may wait in it or raise, a profiler may mark it.
     """
 
     def __init__(
-        self,
-        runner: StepRunner,
-        on_thread_start: Callable[[], None] | None = None,
-        before_step: Callable[[int], None] | None = None,
+        self, runner: StepRunner, before_step: Callable[[int], None] | None = None
     ) -> None:
         self.cache_spec = runner.cache_spec
         self.num_blocks = runner.num_blocks
         self.num_slots = runner.num_slots
         self.before_step = before_step
         self._runner = runner
-        self._thread = ThreadPoolExecutor(1, "deepinfer-step", on_thread_start or _nothing)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-step")
         self._unsampled: _Step | None = None
         self._line: deque[_Step] = deque()  # sampled, not yet collected; oldest first
         self._closed = False
@@ -148,6 +145,3 @@ def _device_error(step: _Step) -> DeviceError:
     )
     error.__cause__ = cause
     return error
-
-
-def _nothing() -> None: ...
