@@ -110,7 +110,8 @@ class LLM:
             )
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         many = [conversations] if single else conversations
-        prompts = [template.render(messages) for messages in many]
+        encode = self._engine.tokenizer.encode_rendered
+        prompts = [encode(template.render(messages)) for messages in many]
         return self.generate(prompts, params, progress=progress)
 
     def close(self) -> None:

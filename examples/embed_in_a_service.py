@@ -32,11 +32,12 @@ async def engine_context(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-def conversation(engine: Engine, question: str) -> str:
+def conversation(engine: Engine, question: str) -> str | list[int]:
     """The question as the model wants to read it."""
     if engine.chat_template is None:
         return question
-    return engine.chat_template.render([{"role": "user", "content": question}])
+    rendered = engine.chat_template.render([{"role": "user", "content": question}])
+    return engine.tokenizer.encode_rendered(rendered)
 
 
 async def explain(request: web.Request) -> web.StreamResponse:

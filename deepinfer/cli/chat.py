@@ -12,17 +12,13 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deepinfer.cli import flags
 from deepinfer.cli.run import new_runner, show_progress
+from deepinfer.client import EngineClient
 from deepinfer.errors import ConfigError, DeepinferError
 from deepinfer.logs import configure_logging
 from deepinfer.types import SamplingParams
-
-if TYPE_CHECKING:
-    from deepinfer.engine import Engine
-    from deepinfer.text.chat import ChatTemplate
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -62,21 +58,23 @@ def main(arguments: Sequence[str]) -> int:
 class Conversation:
     """The messages so far."""
 
-    def __init__(self, engine: Engine, system: str | None) -> None:
+    def __init__(self, engine: EngineClient, system: str | None) -> None:
         if engine.chat_template is None:
             raise ConfigError(
                 f"{engine.model_name} has no chat template. Name one with --chat-template, or let "
                 "it continue a text: deepinfer generate --raw."
             )
-        self._template: ChatTemplate = engine.chat_template
+        self._template = engine.chat_template
+        self._tokenizer = engine.tokenizer
         self._start = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
         self._messages = list(self._start)
 
-    def prompt_for(self, question: str) -> str:
-        return self._template.render([*self._messages, {"role": "user", "content": question}])
+    def prompt_for(self, question: str) -> list[int]:
+        messages = [*self._messages, {"role": "user", "content": question}]
+        return self._tokenizer.encode_rendered(self._template.render(messages))
 
     def add(self, question: str, answer: str) -> None:
         self._messages += [
@@ -86,7 +84,7 @@ class Conversation:
 
 
 def _talk(
-    runner: asyncio.Runner, engine: Engine, conversation: Conversation, params: SamplingParams
+    runner: asyncio.Runner, engine: EngineClient, conversation: Conversation, params: SamplingParams
 ) -> None:
     """Reads a line, answers it, and so on until the user leaves."""
     with contextlib.suppress(ImportError):
@@ -114,7 +112,7 @@ def _talk(
 
 def _answer(
     runner: asyncio.Runner,
-    engine: Engine,
+    engine: EngineClient,
     conversation: Conversation,
     params: SamplingParams,
     question: str,
@@ -141,7 +139,7 @@ class Answer:
         self._num_tokens = 0
         self._started_s = self._first_s = self._last_s = time.monotonic()
 
-    async def stream(self, engine: Engine, prompt: str, params: SamplingParams) -> None:
+    async def stream(self, engine: EngineClient, prompt: list[int], params: SamplingParams) -> None:
         async with engine.generate(prompt, params) as stream:
             async for delta in stream:
                 self._last_s = time.monotonic()

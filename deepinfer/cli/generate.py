@@ -67,7 +67,7 @@ async def _generate(config: EngineConfig, text: str, parsed: argparse.Namespace)
     print(_json(engine.model_name, text, deltas) if parsed.json else "")
 
 
-def as_conversation(engine: EngineClient, text: str, system: str | None) -> str:
+def as_conversation(engine: EngineClient, text: str, system: str | None) -> str | list[int]:
     """The prompt of a model with a chat template; the text itself for one without."""
     template = engine.chat_template
     if template is None:
@@ -77,7 +77,7 @@ def as_conversation(engine: EngineClient, text: str, system: str | None) -> str:
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    return template.render(messages)
+    return engine.tokenizer.encode_rendered(template.render(messages))
 
 
 def _json(model: str, prompt: str, deltas: Sequence[Delta]) -> str:

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import uvloop
 
+EXIT_INTERRUPTED = 130  # as shells say it: 128 + SIGINT
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

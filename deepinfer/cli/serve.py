@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.cli import flags
-from deepinfer.cli.run import Interrupts, first_of, new_runner
+from deepinfer.cli.run import EXIT_INTERRUPTED, Interrupts, first_of, new_runner
 from deepinfer.config import EngineConfig
 from deepinfer.logs import configure_logging
 from deepinfer.serve.settings import ServerConfig
 
 if TYPE_CHECKING:
     from deepinfer.engine import Engine
+    from deepinfer.serve.app import RunningServer
 
 API_KEY_VARIABLE = "DEEPINFER_API_KEY"
 
@@ -60,8 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     engine_config = flags.engine_config(parsed, parsed.model)
     server = server_config(parsed)
     with new_runner() as runner:
-        runner.run(_serve(engine_config, server))
-    return 0
+        return runner.run(_serve(engine_config, server))
 
 
 def server_config(parsed: argparse.Namespace) -> ServerConfig:
@@ -74,8 +74,8 @@ def server_config(parsed: argparse.Namespace) -> ServerConfig:
     return config
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    """Returns when a signal has come and everything is closed."""
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Returns the exit code when a signal has come and everything is closed."""
     from deepinfer.engine import Engine
     from deepinfer.serve.app import create_app, run_server
     from deepinfer.serve.metrics import PrometheusObserver
@@ -85,17 +85,19 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> No
     engine = Engine(engine_config, observer=observer, on_progress=log.info)
     app = create_app(engine, server_config, observer)
     with Interrupts() as interrupts:
-        try:
-            async with run_server(app, server_config) as address:
-                log.info("Listening on %s; not ready before the model is loaded.", address)
+        async with run_server(app, server_config) as server:
+            log.info("Listening on %s; not ready before the model is loaded.", server.url)
+            try:
                 await first_of(engine.start(), interrupts.first.wait())
                 if not interrupts.first.is_set():
-                    _tell_ready(engine, server_config, address, time.monotonic() - started_s)
+                    _tell_ready(engine, server_config, server, time.monotonic() - started_s)
                     await interrupts.first.wait()
                     await _drain(engine, interrupts)
-        finally:
-            await engine.aclose()
+            finally:
+                # Before the server: its handlers end when their streams do.
+                await engine.aclose()
     log.info("Closed.")
+    return EXIT_INTERRUPTED if interrupts.second.is_set() else 0
 
 
 async def _drain(engine: Engine, interrupts: Interrupts) -> None:
@@ -108,15 +110,17 @@ async def _drain(engine: Engine, interrupts: Interrupts) -> None:
     await first_of(engine.drain(), interrupts.second.wait())
 
 
-def _tell_ready(engine: Engine, config: ServerConfig, address: str, seconds: float) -> None:
+def _tell_ready(
+    engine: Engine, config: ServerConfig, server: RunningServer, seconds: float
+) -> None:
     for line in engine.explain():
         log.info("%s", line)
-    log.info("Ready after %.1f s: %s on %s. Try:", seconds, engine.model_name, address)
+    log.info("Ready after %.1f s: %s on %s. Try:", seconds, engine.model_name, server.url)
     chat = engine.chat_template is not None
-    log.info("%s", curl_line(engine.model_name, config, address, chat=chat))
+    log.info("%s", curl_line(engine.model_name, config, server.url, chat=chat))
 
 
-def curl_line(model_name: str, config: ServerConfig, address: str, *, chat: bool) -> str:
+def curl_line(model_name: str, config: ServerConfig, url: str, *, chat: bool) -> str:
     """A command that gets an answer from this server. Keys stay out of the log."""
     body: dict[str, Any] = {"model": model_name, "max_tokens": 32}
     if chat:
@@ -128,9 +132,10 @@ def curl_line(model_name: str, config: ServerConfig, address: str, *, chat: bool
     words = ["curl", "-s"]
     if config.uds:
         words += ["--unix-socket", shlex.quote(config.uds)]
+        url = "http://localhost"  # curl wants a host, and the socket makes it irrelevant
     if config.tls_cert_file:
         words.append("-k")
-    words.append(address + path)
+    words.append(url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") + path)
     if config.api_keys:
         words += ["-H", f'"Authorization: Bearer ${API_KEY_VARIABLE}"']
     words += ["-H", "'Content-Type: application/json'", "-d", shlex.quote(json.dumps(body))]

@@ -13,7 +13,7 @@ from deepinfer.serve.settings import ServerConfig
     [
         (ServerConfig(), True, ["/v1/chat/completions", '"messages"']),
         (ServerConfig(), False, ["/v1/completions", '"prompt"']),
-        (ServerConfig(uds="/tmp/a b"), True, ["--unix-socket '/tmp/a b'"]),
+        (ServerConfig(uds="/tmp/a b"), True, ["--unix-socket '/tmp/a b' http://localhost/v1/"]),
         (ServerConfig(tls_cert_file="c", tls_key_file="k"), True, ["curl -s -k "]),
         (ServerConfig(api_keys=("hidden",)), True, ["Bearer $DEEPINFER_API_KEY"]),
     ],
