@@ -53,7 +53,7 @@ def _try(state: SchedulerState, sequence: Sequence, now: float) -> str | None:
         extend_keys(sequence.keys, sequence.root, sequence.token_ids, block_tokens)
     most = (known - 1) // block_tokens  # one token at least is computed, to sample from
     hits = state.prefix.match(sequence.keys, most)
-    if len(hits) < most and state.prefix.is_coming(sequence.keys[len(hits)]):
+    if len(hits) < most and state.prefix.is_coming(sequence.keys, len(hits)):
         return "shared_prefix"
     hits = _align(state, hits)
     if not _fits(state, known, hits):

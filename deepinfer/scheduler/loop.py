@@ -5,8 +5,8 @@
     plain           admit plan(n) agree(n) forward(n) sample(n) collect(n) commit(n)
 
 In the overlapped loop the host plans step n and commits step n-1 while the device is busy;
-launching in two parts means that what needs the tokens of n-1 on the host (masks, stops) arrives before
-sampling and never stalls the forward. Both loops give the same tokens.
+launching in two parts means that what needs the tokens of n-1 on the host (masks, stops) arrives
+before sampling and never stalls the forward. Both loops give the same tokens.
 
 The loop awaits only what it is given: a Device, an Agreement, a Clock's time, and its own bell.
 """

@@ -78,9 +78,9 @@ class PrefixIndex:
             return PrefixMiss.EVICTED
         return PrefixMiss.DIVERGED if num_hits else PrefixMiss.COLD
 
-    def is_coming(self, key: bytes) -> bool:
+    def is_coming(self, keys: list[bytes], index: int) -> bool:
         """True while a running sequence computes that block: waiting saves computing it twice."""
-        return self.enabled and key in self._coming
+        return self.enabled and index < len(keys) and keys[index] in self._coming
 
     def announce(self, keys: list[bytes]) -> None:
         for key in keys:

@@ -146,6 +146,7 @@ class SchedulerState:
         if slot in self.prefilling:
             self.prefilling.remove(slot)
         self.starts.pop(slot, None)
+        self.table_changes = [change for change in self.table_changes if change[0] != slot]
 
     def release_slot_if_idle(self, slot: int) -> None:
         """Gives the slot back unless a step in flight has a row of it."""

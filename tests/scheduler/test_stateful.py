@@ -1,0 +1,163 @@
+"""Random life of a scheduler: arrivals, cancels, failures, tight memory, for thousands of steps.
+
+The scripted device verifies every plan against its own memory, the books are proven after every
+rule, and in the end each sequence that was left alone has exactly the tokens that it would have got
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from deepinfer.errors import QueueFullError
+from deepinfer.types import FinishReason
+
+STEMS = [[1] * 9, [1] * 4 + [2] * 9, [3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+class SchedulerLife(RuleBasedStateMachine):
+    rig_class: type
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = asyncio.new_event_loop()
+        self.sequences = []
+        self.cancelled = set()
+
+    @initialize(
+        num_blocks=st.integers(17, 40),
+        num_slots=st.integers(2, 7),
+        overlap=st.booleans(),
+        prefix_caching=st.booleans(),
+        replay_tokens=st.sampled_from([0, 0, 3]),
+        budget=st.integers(8, 40),
+        beside=st.integers(1, 16),
+    )
+    def build(
+        self, num_blocks, num_slots, overlap, prefix_caching, replay_tokens, budget, beside
+    ):
+        self.rig = self.rig_class(
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            overlap=overlap,
+            prefix_caching=prefix_caching,
+            replay_tokens=replay_tokens,
+            max_num_batched_tokens=budget,
+            max_prefill_tokens_beside_decode=beside,
+            max_waiting_requests=30,
+            max_skips=3,
+            max_model_len=60,
+            step_time=lambda plan: 0.01 * plan.num_tokens,
+        )
+        self.rig.device.hold()
+        self.wait(self._start())
+
+    async def _start(self) -> None:
+        self.rig.start()
+
+    def wait(self, awaitable):
+        return self.events.run_until_complete(awaitable)
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        keep=st.integers(1, 9),
+        tail=st.lists(st.integers(0, 9), max_size=25),
+        max_tokens=st.integers(1, 24),
+        priority=st.integers(-1, 2),
+        stops=st.sets(st.integers(0, 49), max_size=6),
+        lives_s=st.one_of(st.none(), st.none(), st.floats(0.01, 20.0)),
+    )
+    def arrive(self, stem, keep, tail, max_tokens, priority, stops, lives_s):
+        prompt = stem[:keep] + tail
+        deadline_s = None if lives_s is None else self.rig.clock.now() + lives_s
+        try:
+            sequence = self.rig.submit(
+                prompt,
+                max_tokens,
+                priority=priority,
+                stop_token_ids=tuple(stops),
+                deadline_s=deadline_s,
+            )
+        except QueueFullError:
+            assert self.rig.state.waiting.num_requests == 30
+        else:
+            self.sequences.append(sequence)
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=st.integers(0, 10**6))
+    def leave(self, which):
+        sequence = self.sequences[which % len(self.sequences)]
+        if self.rig.cancel(sequence):
+            self.cancelled.add(sequence.id)
+
+    @rule(ahead=st.integers(1, 4))
+    def break_a_step(self, ahead):
+        self.rig.device.fail(self.rig.state.step_number + ahead)
+
+    @rule(num_steps=st.integers(1, 12), seconds=st.floats(0.0, 1.0))
+    def run_steps(self, num_steps, seconds):
+        self.rig.device.release(num_steps)
+        self.wait(self.rig.turn(6))
+        for _ in range(num_steps):
+            self.rig.clock.advance(0.05 + seconds)
+            self.wait(self.rig.turn(6))
+        self.rig.device.hold()
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "rig"):
+            self.rig.state.check()
+            assert not self.rig.device.violations
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        self.rig.device.release()
+        self.wait(self.rig.finish_all(*self.sequences))
+        self.wait(self.rig.settle())
+        self.wait(self.rig.close())
+        assert self.rig.state.pool.num_held == 0
+        assert self.rig.state.slot_pool.available == self.rig.state.slot_pool.num_slots - 1
+        for sequence in self.sequences:
+            whole = self.rig.alone(sequence)
+            got = sequence.new_token_ids
+            if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert got == whole
+            else:
+                assert got == whole[: len(got)]
+                expected = {FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.CANCELLED}
+                assert sequence.finish_reason in expected
+            assert (sequence.finish_reason is FinishReason.CANCELLED) == (
+                sequence.id in self.cancelled
+            )
+            assert sequence.num_output_tokens == len(got)
+        self.events.close()
+
+
+@pytest.mark.parametrize("examples", [pytest.param(60, id="quick")])
+def test_no_life_breaks_the_books(examples, rig_class):
+    _live(examples, 40, rig_class)
+
+
+@pytest.mark.slow
+def test_no_long_life_breaks_the_books(rig_class):
+    _live(400, 120, rig_class)
+
+
+def _live(examples, steps, rig_class):
+    life = type("Life", (SchedulerLife,), {"rig_class": rig_class})
+    life.TestCase.settings = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    case = life.TestCase()
+    case.runTest()
