@@ -322,6 +322,8 @@ def _read_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
     if num_dimensions > _MAX_DIMENSIONS:
         cursor.fail(f"{name!r} has {num_dimensions} dimensions", start)
     sizes = [cursor.u64(f"the shape of {name!r}") for _ in range(num_dimensions)]
+    if 0 in sizes:
+        cursor.fail(f"{name!r} is empty: its sizes are {sizes}", start)
     kind = cursor.u32(f"the type of {name!r}")
     offset = cursor.u64(f"the offset of {name!r}")
     if kind in UNSERVED_FORMATS:

@@ -121,10 +121,10 @@ def _hugging_face_name(file: GgufFile, stored: str) -> str:
     if stored == _ROPE_FACTORS:
         return ""
     top, _, kind = stored.rpartition(".")
-    if top in _TOP_NAMES and kind in ("weight", "bias"):
+    if top in _TOP_NAMES and kind == "weight":
         return f"{_TOP_NAMES[top]}.{kind}"
     match = _LAYER_PATTERN.fullmatch(stored)
-    if match and match[2] in _LAYER_NAMES:
+    if match and match[2] in _LAYER_NAMES and (match[3] == "weight" or "norm" not in match[2]):
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
     raise UnsupportedModelError(
         f"{file.path} has a tensor {stored!r}, which no served architecture uses. "
@@ -182,25 +182,22 @@ class _Settings:
     def _number(self, key: str, default: float | None = None) -> float:
         """A scalar, or an array that has one value for all layers."""
         value = self._get(key)
-        if isinstance(value, (list, np.ndarray)):
-            different = {float(item) for item in value}
+        full_key = f"'{self._architecture}.{key}'"
+        if isinstance(value, np.ndarray):
+            different = np.unique(value)
             if len(different) != 1:
                 raise UnsupportedModelError(
-                    f"{self._file.path}: '{self._architecture}.{key}' differs between layers "
+                    f"{self._file.path}: {full_key} differs between layers "
                     f"({len(different)} values), which no served architecture allows."
                 )
-            value = value[0].item() if isinstance(value, np.ndarray) else value[0]
+            value = different[0].item()
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(
-                f"{self._file.path} lacks the metadata key '{self._architecture}.{key}'."
-            )
-        if isinstance(value, str) or not math.isfinite(value):
-            raise CheckpointError(
-                f"{self._file.path}: '{self._architecture}.{key}' is {value!r}, not a number."
-            )
-        return float(value) if isinstance(value, float) else int(value)
+            raise CheckpointError(f"{self._file.path} lacks the metadata key {full_key}.")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise CheckpointError(f"{self._file.path}: {full_key} is {value!r}, not a number.")
+        return value
 
     def _integer(self, key: str, default: int | None = None) -> int:
         value = self._number(key, default)
@@ -243,11 +240,13 @@ class _Settings:
             kind = "linear"  # the spelling of early files
         if kind == "none":
             return None
-        factor = self._get("rope.scaling.factor") or self._get("rope.scale_linear") or 1.0
+        factor = float(self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0)))
+        if factor <= 0.0:
+            raise CheckpointError(f"{self._file.path}: the RoPE scaling factor is {factor}.")
         if kind == "linear":
-            return {"rope_type": "linear", "factor": float(factor)} if factor != 1.0 else None
+            return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
         if kind == "yarn":
-            return self._yarn(float(factor))
+            return self._yarn(factor)
         raise UnsupportedModelError(
             f"{self._file.path}: RoPE scaling {kind!r} is not implemented; "
             "none, linear, yarn and the factors of Llama 3 are."
@@ -270,33 +269,42 @@ class _Settings:
         return {"rope_type": "factors", "factors": factors}
 
     def _yarn(self, factor: float) -> dict[str, Any]:
-        original = self._get("rope.scaling.original_context_length")
+        context = self._integer("context_length")
         scaling: dict[str, Any] = {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": int(original or self._integer("context_length")),
+            "original_max_position_embeddings": self._integer(
+                "rope.scaling.original_context_length", context
+            ),
         }
         for key in ("beta_fast", "beta_slow"):
-            value = self._get(f"rope.scaling.yarn_{key}")
-            if value is not None:
-                scaling[key] = float(value)
-        multiplier = self._get("rope.scaling.attn_factor") or self._get(
-            "rope.scaling.yarn_attn_factor"
+            if self._get(f"rope.scaling.yarn_{key}") is not None:
+                scaling[key] = float(self._number(f"rope.scaling.yarn_{key}"))
+        multiplier = self._number(
+            "rope.scaling.attn_factor", self._number("rope.scaling.yarn_attn_factor", 1.0)
         )
-        if multiplier is not None and multiplier != 1.0:
+        if multiplier != 1.0:
             # GGUF's factor multiplies YaRN's own attention scale; Hugging Face's replaces it.
             scaling["attention_factor"] = float(multiplier) * (0.1 * math.log(factor) + 1.0)
         return scaling
 
 
+def _token_id(metadata: GgufMetadata, kind: str) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = metadata.get(key)
+    if value is not None and (not isinstance(value, int) or value < 0):
+        raise CheckpointError(f"The metadata key {key!r} is {value!r}, not a token id.")
+    return value
+
+
 def _special_token_ids(metadata: GgufMetadata) -> dict[str, Any]:
     """eos_token_id is a list when the file knows more than one way to end an answer."""
     ids: dict[str, Any] = {}
-    for key, stored in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        value = metadata.get(f"tokenizer.ggml.{stored}_token_id")
+    for key, kind in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
+        value = _token_id(metadata, kind)
         if value is not None:
             ids[key] = value
-    endings = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    endings = [_token_id(metadata, kind) for kind in ("eos", "eot", "eom")]
     known = list(dict.fromkeys(ending for ending in endings if ending is not None))
     if known:
         ids["eos_token_id"] = known[0] if len(known) == 1 else known
@@ -320,8 +328,8 @@ def _tokenizer_config(metadata: GgufMetadata) -> dict[str, Any]:
         if value is not None:
             settings[key] = value
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    for name, stored in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{stored}_token_id")
+    for name, kind in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = _token_id(metadata, kind)
         if token_id is not None and token_id < len(tokens):
             settings[f"{name}_token"] = tokens[token_id]
     return settings

@@ -23,6 +23,8 @@ _REQUIRED_KEYS = (
     "num_key_value_heads",
     "head_dim",
 )
+# Derived from the configuration, or a copy of the embedding where the two are tied.
+_REDUNDANT = ("rotary_emb.inv_freq", "lm_head.weight")
 _SHOWN = 4  # differences that an error lists
 
 
@@ -41,14 +43,24 @@ def dense_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_dense(source: object, config: Mapping[str, Any], tensors: LazyTensors) -> None:
-    """Raises `CheckpointError` that lists what is missing or has another shape."""
+    """Raises `CheckpointError` that lists what is missing, has another shape, or would be ignored.
+
+    A tensor that the model does not know (a norm, a bias) is part of the arithmetic that made the
+    checkpoint: serving without it would answer nonsense.
+    """
+    shapes = dense_shapes(config)
     differences = []
-    for name, shape in dense_shapes(config).items():
+    for name, shape in shapes.items():
         if name not in tensors:
             differences.append(f"{name} {list(shape)} is missing")
         elif tensors.info(name).shape != shape:
             stored = list(tensors.info(name).shape)
             differences.append(f"{name} is {stored} and should be {list(shape)}")
+    differences += [
+        f"{name} has no place in a {config['model_type']} model"
+        for name in tensors
+        if name not in shapes and not name.endswith(_REDUNDANT)
+    ]
     if differences:
         rest = len(differences) - _SHOWN
         more = f"; and {rest} more" if rest > 0 else ""
