@@ -3,7 +3,7 @@
 Owns what is between "generated" and "shown": bytes that are not yet a character, and characters
 that may yet become a stop string. Three promises, whatever the ids and however they are split:
 
-* all texts taken, joined, equal `tokenizer.decode` of all ids at once, cut at the first stop string;
+* the texts taken, joined, equal `tokenizer.decode` of all ids, cut at the first stop string;
 * nothing is shown that would have to be taken back: no half character, no part of a stop string;
 * the cost of a token does not depend on how many came before.
 
@@ -39,7 +39,8 @@ class Detokenizer:
         self._include_stop = include_stop
         self._automaton = StopAutomaton(self._stop) if stop else None
         self._undecoded = b""
-        self._text = ""  # decoded, not taken; its end may be held back
+        self._ready: list[str] = []  # may be taken
+        self._held = ""  # may become a stop string
         self.stop_match: str | None = None  # the stop string that was found
         self.num_tokens = 0  # ids read, up to and with the one that completed the stop string
 
@@ -59,20 +60,17 @@ class Detokenizer:
 
     def take(self) -> str:
         """The text that became showable since the last call."""
-        num_held = self._automaton.num_held if self._automaton and self.stop_match is None else 0
-        text = self._text
-        if not num_held:
-            self._text = ""
-            return text
-        self._text = text[-num_held:]
-        return text[:-num_held]
+        text = "".join(self._ready)
+        self._ready.clear()
+        return text
 
     def finish(self) -> str:
         """The rest, after the last id. Bytes that no id completed become U+FFFD."""
         if self.stop_match is None:
             self._decode(b"", final=True)
-        text, self._text = self._text, ""
-        return text
+            self._ready.append(self._held)
+            self._held = ""
+        return self.take()
 
     def _piece(self, token_id: int) -> bytes:
         # A model's vocabulary may be padded beyond the tokenizer's.
@@ -87,11 +85,20 @@ class Detokenizer:
         if self._drop_space:
             self._drop_space = False
             text = text.removeprefix(" ")
-        match = self._automaton.read(text) if self._automaton else None
+        if self._automaton is None:
+            self._ready.append(text)
+        else:
+            self._look_for_stop(self._automaton, text)
+
+    def _look_for_stop(self, automaton: StopAutomaton, text: str) -> None:
+        match = automaton.read(text)
         if match is None:
-            self._text += text
+            text = self._held + text
+            shown = len(text) - automaton.num_held
+            self._ready.append(text[:shown])
+            self._held = text[shown:]
             return
         self.stop_match = stop = self._stop[match.position]
-        self._text += text[: match.end]
-        if not self._include_stop:
-            self._text = self._text[: len(self._text) - len(stop)]
+        text = self._held + text[: match.end]
+        self._ready.append(text if self._include_stop else text.removesuffix(stop))
+        self._held = ""

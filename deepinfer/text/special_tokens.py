@@ -43,14 +43,19 @@ class SpecialTokens:
     def __init__(self, tokens: Mapping[str, SpecialToken]) -> None:
         self._tokens = dict(tokens)
         self._pattern = trie_pattern(tokens) if tokens else "(?!)"
+        self._any = re.compile(self._pattern)
         self._starts = re.compile(f"(?={self._pattern})")
-        self._prefixes = frozenset(text[:n] for text in tokens for n in range(1, len(text)))
+        # Letters alone are left out: "tool" must stay "tool" beside a special token "tool_call".
+        beginnings = {text[:n] for text in tokens for n in range(1, len(text))}
+        self._prefixes = frozenset(text for text in beginnings if not text.isalnum())
         self._longest_prefix = max(map(len, self._prefixes), default=0)
 
     def guard(self, text: str, mark: str) -> str:
         """`text` with `mark` after the first character of all that is, or at the end of the text
         could become, a special token."""
-        cuts = {match.start() + 1 for match in self._starts.finditer(text)}
+        cuts = set[int]()
+        if self._any.search(text):
+            cuts.update(match.start() + 1 for match in self._starts.finditer(text))
         for length in range(1, min(self._longest_prefix, len(text)) + 1):
             if text[-length:] in self._prefixes:
                 cuts.add(len(text) - length + 1)
@@ -59,25 +64,19 @@ class SpecialTokens:
         edges = [0, *sorted(cuts), len(text)]
         return mark.join(text[a:b] for a, b in itertools.pairwise(edges))
 
-    def find(self, text: str, mark: str = "") -> tuple[str, tuple[Span, ...]]:
+    def find(self, text: str, mark: str) -> tuple[str, tuple[Span, ...]]:
         """`text` without its marks, and the special tokens in it, leftmost and longest first."""
-        unmarked = f"(?!{re.escape(mark)})" if mark else ""
         pieces: list[str] = []
         spans: list[Span] = []
         taken = length = 0  # characters of `text` used, characters of clean text made
-        for match in re.finditer(f"{self._pattern}{unmarked}", text):
-            piece = (
-                text[taken : match.start()].replace(mark, "")
-                if mark
-                else (text[taken : match.start()])
-            )
+        for match in re.finditer(f"{self._pattern}(?!{mark})", text):
+            piece = text[taken : match.start()].replace(mark, "")
             pieces += (piece, match[0])
             start = length + len(piece)
             length = start + len(match[0])
             taken = match.end()
             spans.append(Span(start, length, self._tokens[match[0]].token_id))
-        tail = text[taken:]
-        pieces.append(tail.replace(mark, "") if mark else tail)
+        pieces.append(text[taken:].replace(mark, ""))
         clean = "".join(pieces)
         return clean, tuple(self._widened(clean, spans))
 
