@@ -44,8 +44,8 @@ def open_checkpoint(path: str, load_format: str = "auto", *, seed: int = 0) -> C
     place = _locate(path)
     if place.is_dir():
         if load_format == "dummy":
-            tensors = dummy_tensors(place, read_config(place), seed)
-            return describe_directory(place, "dummy", tensors)
+            config = read_config(place)
+            return describe_directory(place, "dummy", config, dummy_tensors(place, config, seed))
         checkpoint = open_directory(place)
     else:
         checkpoint = translate(GgufFile(place))

@@ -136,7 +136,7 @@ class Checkpoint:
 
     def describe(self) -> str:
         """One line for a person: format, mix of tensor formats, parameters, bytes."""
-        formats = Counter(self.tensors.info(name).format for name in self.tensors)
+        formats = Counter(self.tensors.info(name).format for name in sorted(self.tensors))
         mix = ", ".join(f"{count} {name}" for name, count in formats.most_common())
         return (
             f"{self.name}: {self.format}, {self.config.get('model_type', 'unknown model type')}, "

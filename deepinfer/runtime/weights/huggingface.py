@@ -25,18 +25,21 @@ _DTYPE_BITS = re.compile(r"[A-Z]+(\d+)")
 
 
 def open_directory(directory: Path) -> Checkpoint:
-    return describe_directory(directory, "safetensors", _open_tensors(directory))
+    config = read_config(directory)  # first: a directory without one is not a model at all
+    return describe_directory(directory, "safetensors", config, _open_tensors(directory))
 
 
-def describe_directory(directory: Path, stored_as: str, tensors: LazyTensors) -> Checkpoint:
-    """Everything but the tensors is read from the directory; `dummy` brings its own tensors."""
+def describe_directory(
+    directory: Path, stored_as: str, config: dict[str, Any], tensors: LazyTensors
+) -> Checkpoint:
+    """Reads the text files of a directory whose tensors come from elsewhere (dummy ones, say)."""
     tokenizer_config = _read_json(directory / "tokenizer_config.json", optional=True)
     tokenizer_json = directory / "tokenizer.json"
     return Checkpoint(
         name=_model_name(directory),
         path=directory,
         format=stored_as,
-        config=read_config(directory),
+        config=config,
         tensors=tensors,
         generation_config=_read_json(directory / "generation_config.json", optional=True),
         tokenizer_config=tokenizer_config,
@@ -91,20 +94,27 @@ def _rope(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         if optional:
             return {}
         raise CheckpointError(
             f"{path} is missing. A model directory needs config.json, tokenizer.json and "
             "safetensors files; copy the whole repository of the model."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        )
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object.")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
 def _model_name(directory: Path) -> str:
@@ -120,11 +130,12 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
     """chat_template.jinja goes first; then tokenizer_config.json, one template or named ones."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     stored = tokenizer_config.get("chat_template")
     if isinstance(stored, list):
-        templates = {item.get("name"): item.get("template") for item in stored}
-        stored = templates.get("default") or (stored[0].get("template") if stored else None)
+        named = [item for item in stored if isinstance(item, dict)]
+        named.sort(key=lambda item: item.get("name") != "default")  # stable: else the first
+        stored = named[0].get("template") if named else None
     return stored if isinstance(stored, str) else None
 
 
