@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -30,6 +30,26 @@ _MAX_DEPTH = 64  # of nested lists and objects in what a request brings
 _MEDIA_WORDS = ("image", "audio", "video", "file")
 # Printable letters that hardly any text has: a template may print, slice or trim around them.
 _MARKS = range(0x2A6DF, 0x20000, -1)
+
+
+class _Spelling(NamedTuple):
+    """How an assistant's tool calls are written down for a template."""
+
+    missing_content: str | None  # beside the calls
+    object_arguments: bool  # parsed; else the JSON text that OpenAI's protocol has
+
+
+# Templates disagree, and fail on the spelling that they do not expect: the first that works is it.
+_SPELLINGS = (
+    _Spelling(None, object_arguments=True),
+    _Spelling("", object_arguments=True),
+    _Spelling(None, object_arguments=False),
+    _Spelling("", object_arguments=False),
+)
+
+
+class _TemplateFailedError(RequestError):
+    """The template broke off, which another spelling may mend."""
 
 
 class ChatTemplate:
@@ -75,29 +95,32 @@ class ChatTemplate:
         """
         if not messages:
             raise RequestError("messages is empty; a chat needs at least one message.", "messages")
-        values = {
+        given = {
             **(chat_template_kwargs or {}),
-            "messages": [
-                _normalized(message, index, self._wants_parts)
-                for index, message in enumerate(messages)
-            ],
             "tools": list(tools) if tools else None,
             "documents": list(documents) if documents else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
+        plain = [_normalized(message, i, self._wants_parts) for i, message in enumerate(messages)]
+        calls_tools = any(message.get("tool_calls") for message in plain)
+        failure: _TemplateFailedError | None = None
+        for spelling in _SPELLINGS if calls_tools else _SPELLINGS[:1]:
+            given["messages"] = [_spelled(message, spelling) for message in plain]
+            try:
+                return self._render_guarded(given, continue_final_message)
+            except _TemplateFailedError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _render_guarded(self, values: Mapping[str, Any], continue_final_message: bool) -> Rendered:
         mark, end = self._unused_characters(values)
         guarded = _guarded(values, lambda text: self._special_tokens.guard(text, mark))
         if continue_final_message:
             _append(guarded["messages"][-1], end)
-        guarded["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         text = self._render(guarded | self._constants)
         if continue_final_message:
-            text, found, _ = text.rpartition(end)
-            if not found:
-                raise RequestError(
-                    "The chat template does not write the last message as it is, so it cannot be "
-                    "continued. Send it without continue_final_message.",
-                    "continue_final_message",
-                )
+            text = _cut_at(text, end)
         return Rendered(*self._special_tokens.find(text, mark))
 
     def _render(self, variables: Mapping[str, Any]) -> str:
@@ -145,24 +168,26 @@ class ChatTemplate:
             ) from None
 
 
-def _failed(error: BaseException) -> RequestError:
-    return RequestError(
-        f"The chat template fails on these messages: {type(error).__name__}: {error}. Check that "
+def _failed(error: BaseException) -> _TemplateFailedError:
+    reason = str(error).rstrip(".")
+    return _TemplateFailedError(
+        f"The chat template fails on these messages: {type(error).__name__}: {reason}. Check that "
         "roles and fields are ones that the model's template knows.",
         "messages",
     )
 
 
 def _normalized(message: Mapping[str, Any], index: int, wants_parts: bool) -> dict[str, Any]:
-    """A message as templates expect it: content a string (or parts), arguments an object."""
+    """A message as templates expect it: content a string, or one part, or absent beside calls."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} must be an object with a role.", f"{where}.role")
     normalized = dict(message)
     text = _content_text(message.get("content"), f"{where}.content")
-    if message.get("tool_calls"):
-        normalized["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-    elif text is None:
+    calls = message.get("tool_calls")
+    if calls and not isinstance(calls, list | tuple):
+        raise RequestError(f"{where}.tool_calls must be a list.", f"{where}.tool_calls")
+    if text is None and not calls:
         text = ""
     if wants_parts and text is not None:
         normalized["content"] = [{"type": "text", "text": text}]
@@ -199,11 +224,21 @@ def _part_text(part: Any, where: str) -> str:
     )
 
 
-def _tool_call(call: Any) -> Any:
-    """OpenAI sends a call's arguments as JSON text; templates expect the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+def _spelled(message: dict[str, Any], spelling: _Spelling) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    spelled = dict(message)
+    if spelled["content"] is None:
+        spelled["content"] = spelling.missing_content
+    if spelling.object_arguments:
+        spelled["tool_calls"] = [_with_object_arguments(call) for call in spelled["tool_calls"]]
+    return spelled
+
+
+def _with_object_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
         return call
     try:
         parsed = json.loads(arguments)
@@ -224,6 +259,18 @@ def _append(message: dict[str, Any], end: str) -> None:
         raise RequestError(
             "The last message has no content that could be continued.", "continue_final_message"
         )
+
+
+def _cut_at(text: str, end: str) -> str:
+    """`text` up to the end of the last message, which `end` marks."""
+    before, found, _ = text.rpartition(end)
+    if not found:
+        raise RequestError(
+            "The chat template does not write the last message as it is, so it cannot be "
+            "continued. Send it without continue_final_message.",
+            "continue_final_message",
+        )
+    return before
 
 
 def _guarded(value: Any, guard: Callable[[str], str], depth: int = 0) -> Any:
