@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 class ModelOptions(Protocol):
     """The settings that a model may look at (EngineConfig has them all)."""
 
-    dtype: str
-    batch_invariant: bool
-    block_tokens: int
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    @property
+    def block_tokens(self) -> int: ...
 
 
 class Model(Protocol):
@@ -32,6 +37,7 @@ class Model(Protocol):
 
     vocab_size: int
     max_positions: int
+    dtype_choice: str  # dtype of the weights in matrix products, and why, for the start-up log
 
     def cache_spec(self) -> CacheSpec: ...
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -178,11 +179,12 @@ class Llama:
     def allocate_cache(self, num_blocks: int, num_slots: int) -> list[torch.Tensor]:
         """One tensor a layer: float32 [num_blocks, block_tokens, 2 * kv_heads, head_dim].
 
-        Zeros, not garbage: masked places are multiplied by 0, and 0 * NaN would not be 0.
+        Zeros, not garbage: masked places are multiplied by 0, and 0 * NaN would not be 0. numpy's
+        zeros are pages that the kernel hands out on first use, so a large cache costs no start-up.
         """
         config = self.config
         shape = (num_blocks, self._block_tokens, 2 * config.num_kv_heads, config.head_dim)
-        return [torch.zeros(shape) for _ in range(config.num_layers)]
+        return [torch.from_numpy(np.zeros(shape, np.float32)) for _ in range(config.num_layers)]
 
     @torch.inference_mode()
     def forward(

@@ -1,0 +1,134 @@
+"""From settings to a device that runs: open, plan the memory, load, allocate.
+
+Called by the engine, in a thread of its own: everything here blocks. `deepinfer plan` calls
+`plan_device` alone, which reads the checkpoint's headers and no weight.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepinfer import models
+from deepinfer.config import EngineConfig
+from deepinfer.errors import ConfigError
+from deepinfer.models.llama import DenseConfig
+from deepinfer.runtime import host
+from deepinfer.runtime.device import CpuDevice
+from deepinfer.runtime.memory import MemoryDemand, MemoryPlan, plan_memory
+from deepinfer.runtime.runner import Runner
+from deepinfer.runtime.weights import Checkpoint, open_checkpoint
+from deepinfer.step import CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What `build_device` will make of the settings."""
+
+    checkpoint: Checkpoint
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltDevice:
+    """A device and what the layers above need to know of the model behind it.
+
+    `checkpoint` has config, name, generation_config, chat_template and the tokenizer's sources.
+    """
+
+    device: CpuDevice
+    checkpoint: Checkpoint
+    memory: MemoryPlan
+    vocab_size: int
+    max_model_len: int
+    explanation: tuple[str, ...]  # lines for the start-up log: each derived value and why
+
+
+def plan_device(config: EngineConfig) -> DevicePlan:
+    """Raises what `open_checkpoint` and `plan_memory` raise."""
+    if config.device != "cpu":
+        raise ConfigError(f"device is {config.device!r}; served is: cpu.", "device")
+    checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
+    models.model_class(str(checkpoint.config.get("model_type", "")))  # refuses by name
+    demand = MemoryDemand(
+        free_bytes=host.available_memory_bytes(),
+        weights_bytes=_weights_bytes(checkpoint, config.dtype),
+        cache_spec=_cache_spec(checkpoint.config, config.block_tokens),
+        model_max_positions=int(checkpoint.config["max_position_embeddings"]),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        memory_utilization=config.memory_utilization,
+    )
+    return DevicePlan(checkpoint, plan_memory(demand))
+
+
+def build_device(config: EngineConfig, on_progress: Callable[[str], None]) -> BuiltDevice:
+    """Blocks for seconds. `on_progress` gets a line before each long step, in this thread."""
+    threads = _set_threads(config.num_threads)
+    plan = plan_device(config)
+    checkpoint, memory = plan.checkpoint, plan.memory
+    on_progress(f"loading {checkpoint.describe()}")
+    model = models.build(checkpoint.config, checkpoint.tensors, config)
+    if model.cache_spec() != _cache_spec(checkpoint.config, config.block_tokens):
+        raise AssertionError("the memory plan assumed another cache than the model has")
+    num_slots = config.max_num_seqs + 1  # slot 0 may stay free, for padding
+    on_progress(f"allocating {memory.num_blocks:,} KV blocks for {config.max_num_seqs} sequences")
+    runner = Runner(
+        model,
+        model.allocate_cache(memory.num_blocks, num_slots),
+        memory.num_blocks,
+        num_slots,
+        memory.max_model_len,
+    )
+    return BuiltDevice(
+        device=CpuDevice(runner),
+        checkpoint=checkpoint,
+        memory=memory,
+        vocab_size=model.vocab_size,
+        max_model_len=memory.max_model_len,
+        explanation=(
+            f"model: {checkpoint.describe()}",
+            f"dtype: {model.dtype_choice}",
+            f"threads: {threads}",
+            *memory.reasons,
+        ),
+    )
+
+
+def _set_threads(num_threads: int) -> str:
+    """Threads of torch's arithmetic, a setting of the whole process. Returns what and why.
+
+    An embedding host is not surprised: unless `num_threads` asks for it, the number only ever goes
+    down, and only to what this process may use at all: a container's share of a large machine.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+        return f"{num_threads} (num_threads)"
+    present, cores = torch.get_num_threads(), host.usable_cores()
+    if present <= cores or "OMP_NUM_THREADS" in os.environ:
+        return f"{present} (torch's own choice)"
+    torch.set_num_threads(cores)
+    return f"{cores} (the cores that this process may use; torch had chosen {present})"
+
+
+def _cache_spec(config: Mapping[str, Any], block_tokens: int) -> CacheSpec:
+    """Of a dense model, before it is built: float32 keys and values of every layer."""
+    dense = DenseConfig.parse(config)
+    values = dense.num_layers * block_tokens * 2 * dense.kv_width
+    return CacheSpec(block_tokens=block_tokens, block_bytes=values * 4)
+
+
+def _weights_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """As loaded; the larger candidate if the dtype is yet to be chosen by measurement."""
+    if dtype != "float16":
+        return 4 * checkpoint.num_parameters
+    embedding = checkpoint.tensors.info("model.embed_tokens.weight")
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    packed_again = math.prod(embedding.shape) if tied else 0
+    return 2 * (checkpoint.num_parameters + packed_again)
