@@ -176,6 +176,16 @@ def add_flags(
         )
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """The positional MODEL; `engine_config` reconciles it with --model."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="GGUF file or Hugging Face directory; default: the embedded SmolLM2-135M-Instruct",
+    )
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "engine", EngineConfig, ENGINE_FLAGS)
 

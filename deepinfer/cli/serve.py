@@ -43,12 +43,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve a model over HTTP, with the OpenAI protocol.",
         epilog=f"The API key may also be given in the environment variable {API_KEY_VARIABLE}.",
     )
-    result.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="GGUF file or Hugging Face directory; default: the embedded SmolLM2-135M-Instruct",
-    )
+    flags.add_model_argument(result)
     flags.add_flags(result, "server", ServerConfig, flags.SERVER_FLAGS)
     flags.add_engine_flags(result)
     flags.add_log_flags(result, level="info")

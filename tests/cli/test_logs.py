@@ -6,21 +6,11 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from deepinfer.errors import ConfigError
 from deepinfer.logs import configure_logging
-
-
-@pytest.fixture(autouse=True)
-def logging_restored() -> Iterator[None]:
-    root, package = logging.getLogger(), logging.getLogger("deepinfer")
-    before = (root.handlers[:], root.level, package.level)
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:], root.level, package.level = before
 
 
 def test_a_text_line_has_time_level_short_name_request_and_message() -> None:

@@ -14,7 +14,7 @@ import deepinfer
 from deepinfer.cli import chat, flags, generate, main, plan, serve
 from deepinfer.errors import CheckpointError, ConfigError, DeviceError
 
-CHECKOUT = Path(__file__).parent.parent
+CHECKOUT = Path(__file__).parent.parent.parent
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "serve": serve.parser,
     "generate": generate.parser,
