@@ -70,6 +70,7 @@ class ChatTemplate:
                 f"The chat template does not compile: line {error.lineno}: {error.message}. "
                 "Correct it, or name another with --chat-template."
             ) from error
+        self._source_characters = frozenset(source)
         self._special_tokens = tokenizer.special_tokens
         self._constants = {"bos_token": "", "eos_token": ""}
         if tokenizer.bos_token_id is not None:
@@ -156,7 +157,7 @@ class ChatTemplate:
         return as_parts and not writes("probe")
 
     def _unused_characters(self, values: Any) -> tuple[str, str]:
-        used = set(self.source).union(*_strings(values))
+        used = self._source_characters.union(*_strings(values))
         unused = (chr(code) for code in _MARKS if chr(code) not in used)
         try:
             return next(unused), next(unused)

@@ -65,8 +65,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             "Convert it again with its tokenizer, or point --tokenizer at a tokenizer.json."
         )
     tokens = list(tokens)
-    token_types = [int(t) for t in metadata.get("tokenizer.ggml.token_type") or ()]
-    token_types = token_types or [1] * len(tokens)
+    stored = metadata.get("tokenizer.ggml.token_type")
+    token_types = [1] * len(tokens) if stored is None else [int(kind) for kind in stored]
     if len(token_types) != len(tokens):
         raise CheckpointError(
             f"The GGUF file types {len(token_types)} tokens but lists {len(tokens)}; "
@@ -134,7 +134,7 @@ def _sentence_piece(
         unknown = next((i for i, kind in enumerate(token_types) if kind == _UNKNOWN), None)
     model = _bpe(
         vocabulary,
-        merges_from_scores(vocabulary, scores),
+        merges_from_scores(vocabulary, [float(score) for score in scores]),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
