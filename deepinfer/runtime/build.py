@@ -6,7 +6,6 @@ Called by the engine, in a thread of its own: everything here blocks. `deepinfer
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -126,9 +125,9 @@ def _cache_spec(config: Mapping[str, Any], block_tokens: int) -> CacheSpec:
 
 def _weights_bytes(checkpoint: Checkpoint, dtype: str) -> int:
     """As loaded; the larger candidate if the dtype is yet to be chosen by measurement."""
-    if dtype != "float16":
-        return 4 * checkpoint.num_parameters
-    embedding = checkpoint.tensors.info("model.embed_tokens.weight")
+    table = checkpoint.tensors.info("model.embed_tokens.weight")
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    packed_again = math.prod(embedding.shape) if tied else 0
-    return 2 * (checkpoint.num_parameters + packed_again)
+    second_table = table.num_values if tied else 0  # the head's own copy, unless both are float32
+    if dtype == "float16":
+        return 2 * (checkpoint.num_parameters + second_table)
+    return 4 * checkpoint.num_parameters + (2 * second_table if dtype == "bfloat16" else 0)
