@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -90,6 +91,9 @@ async def run_server(app: web.Application, config: ServerConfig) -> AsyncIterato
         yield await _listen(runner, config, tls)
     finally:
         await runner.cleanup()
+        if config.uds:  # closing a Unix socket leaves its file
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(config.uds)
 
 
 async def _listen(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 
@@ -25,6 +26,8 @@ from deepinfer.errors import (
     RequestError,
 )
 from deepinfer.serve.protocol import ErrorDetail, ErrorResponse
+
+log = logging.getLogger("deepinfer.serve")
 
 INVALID = "invalid_request_error"
 _NO_RETRY = {"x-should-retry": "false"}
@@ -86,6 +89,20 @@ def describe(error: BaseException, request_id: str) -> Failure:
         return _from_aiohttp(error)
     message = f"Something broke inside the server; its log tells what, under {request_id}."
     return _failure(500, message, "server_error", None, "internal_error")
+
+
+def log_failure(error: BaseException, failure: Failure, request_id: str) -> None:
+    """Our side's failures are logged as such; a client's mistake only shows in the access line."""
+    if failure.status != 500:
+        return
+    is_unexpected = failure.detail.code == "internal_error"
+    log.error(
+        "%s: %s",
+        type(error).__name__,
+        error,
+        exc_info=error if is_unexpected else None,
+        extra={"request_id": request_id},
+    )
 
 
 def _failure(

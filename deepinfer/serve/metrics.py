@@ -21,11 +21,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from deepinfer.client import EngineClient
+from deepinfer.client import EngineClient, EngineState
 from deepinfer.observe import EngineStats, RequestReport, StepReport
 
 PREFIX = "deepinfer:"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_WITH_STATS = (EngineState.READY, EngineState.DRAINING)
 
 # Upper bounds of histogram buckets.
 _SUB_SECOND = (
@@ -205,10 +207,10 @@ class PrometheusObserver:
     # --- what a scrape asks ---
 
     def collect(self) -> Iterable[Metric]:
-        engine = self._engine
-        model = engine.model_name if engine is not None else ""
-        if engine is not None:
-            yield from _engine_families(engine.stats(), model)
+        model = ""
+        if self._engine is not None and self._engine.state in _WITH_STATS:
+            model = self._engine.model_name
+            yield from _engine_families(self._engine.stats(), model)
         for name, (histogram, text) in self._histograms.items():
             family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([model], *histogram.buckets())

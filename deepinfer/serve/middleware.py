@@ -24,7 +24,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from deepinfer import __version__
 from deepinfer.serve.endpoint import Endpoint
-from deepinfer.serve.failures import ApiError, describe
+from deepinfer.serve.failures import ApiError, describe, log_failure
 from deepinfer.serve.keys import CONFIG, FAILURE, METRICS, REQUEST_ID
 from deepinfer.serve.settings import ServerConfig
 
@@ -109,14 +109,7 @@ async def answer_failures(request: web.Request, handler: Handler) -> web.StreamR
         raise  # nobody is left to answer
     except Exception as error:
         failure = describe(error, request[REQUEST_ID])
-        if failure.status >= 500 and failure.status != 503:
-            log.error(
-                "%s: %s",
-                type(error).__name__,
-                error,
-                exc_info=error if failure.detail.code == "internal_error" else None,
-                extra={"request_id": request[REQUEST_ID]},
-            )
+        log_failure(error, failure, request[REQUEST_ID])
         return failure.response()
 
 

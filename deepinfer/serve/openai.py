@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from deepinfer.client import TokenStream
 from deepinfer.errors import RequestError
 from deepinfer.serve import requests
 from deepinfer.serve.answers import Choice, slowest, timeline_header
 from deepinfer.serve.body import read_json
 from deepinfer.serve.endpoint import Endpoint
-from deepinfer.serve.failures import ApiError, describe
+from deepinfer.serve.failures import ApiError, describe, log_failure
 from deepinfer.serve.generation import (
     IndexedDelta,
     Submission,
@@ -49,7 +47,7 @@ from deepinfer.serve.protocol import (
     ModelList,
 )
 from deepinfer.serve.sse import DONE, EventStream
-from deepinfer.types import SamplingParams
+from deepinfer.types import Delta, SamplingParams
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatCompletionRequest)
@@ -187,23 +185,26 @@ async def _answer(
         Choice(index, is_first_of_prompt=index % n == 0) for index in range(len(submissions))
     ]
     try:
-        async with open_streams(http.app[ENGINE], submissions) as streams:
-            if body.stream:
-                return await _send_events(http, streams, choices, format)
-            return await _send_body(streams, choices, format)
+        if body.stream:
+            return await _send_events(http, submissions, choices, format)
+        return await _send_body(http, submissions, choices, format)
     except RequestError as error:
         error.field = fields.get(error.field or "", error.field)
         raise
 
 
 async def _send_body(
-    streams: Sequence[TokenStream], choices: Sequence[Choice], format: AnswerFormat
+    http: web.Request,
+    submissions: Sequence[Submission],
+    choices: Sequence[Choice],
+    format: AnswerFormat,
 ) -> web.StreamResponse:
     async def receive(deltas: Sequence[IndexedDelta]) -> None:
         for index, delta in deltas:
             choices[index].take(delta)
 
-    await follow(streams, receive)
+    async with open_streams(http.app[ENGINE], submissions) as streams:
+        await follow(streams, receive)
     return web.Response(
         body=format.body(choices),
         content_type="application/json",
@@ -213,13 +214,13 @@ async def _send_body(
 
 async def _send_events(
     http: web.Request,
-    streams: Sequence[TokenStream],
+    submissions: Sequence[Submission],
     choices: Sequence[Choice],
     format: AnswerFormat,
 ) -> web.StreamResponse:
     opened: set[int] = set()
 
-    def events_of(index: int, delta: Any) -> bytes:
+    def events_of(index: int, delta: Delta) -> bytes:
         choice = choices[index]
         choice.take_end(delta)
         if index in opened:
@@ -227,23 +228,23 @@ async def _send_events(
         opened.add(index)
         return format.opening(choice) + format.events(choice, delta)
 
-    interval_s = http.app[CONFIG].keepalive_interval_s
-    async with EventStream(http, http.app[CLOCK], interval_s) as events:
+    async def receive(deltas: Sequence[IndexedDelta]) -> None:
+        data = b"".join([events_of(index, delta) for index, delta in deltas])
+        if data:
+            await events.send(data)
 
-        async def receive(deltas: Sequence[IndexedDelta]) -> None:
-            data = b"".join([events_of(index, delta) for index, delta in deltas])
-            if data:
-                await events.send(data)
-
+    async with EventStream(http, http.app[CLOCK], http.app[CONFIG].keepalive_interval_s) as events:
         try:
-            await follow(streams, receive)
+            async with open_streams(http.app[ENGINE], submissions) as streams:
+                await follow(streams, receive)
         except ConnectionError:
-            raise
+            raise  # nobody is left to be told
         except Exception as error:
             if not events.started:
                 raise  # there is still a status line to say it with
-            failure = describe(error, http[REQUEST_ID])
             http[FAILURE] = f"{type(error).__name__}: {error}"
+            failure = describe(error, http[REQUEST_ID])
+            log_failure(error, failure, http[REQUEST_ID])
             await events.send(b"data: " + failure.body() + b"\n\n")
         else:
             await events.send(format.closing(choices) + DONE)
@@ -271,9 +272,10 @@ async def list_models(http: web.Request) -> web.StreamResponse:
 
 
 async def get_model(http: web.Request) -> web.StreamResponse:
+    cards = _cards(http)
     name = http.match_info["model"]
     served_model(http, name)
-    card = next(card for card in _cards(http) if card.id == name)
+    card = next(card for card in cards if card.id == name)
     return web.Response(body=msgspec.json.encode(card), content_type="application/json")
 
 

@@ -98,23 +98,20 @@ def completion_prompts(request: CompletionRequest, max_prompts: int) -> list[str
         return [prompt]
     if not prompt:
         raise RequestError("prompt is an empty list; give at least one prompt.", "prompt")
-    if all(isinstance(entry, int) for entry in prompt):
-        return [[entry for entry in prompt if isinstance(entry, int)]]
-    if len(prompt) > max_prompts:
-        raise RequestError(
-            f"prompt holds {len(prompt)} prompts; one request may hold {max_prompts}.",
-            "prompt",
-        )
-    prompts: list[str | list[int]] = []
     for position, entry in enumerate(prompt):
-        if isinstance(entry, int) or not isinstance(entry, type(prompt[0])):
+        if type(entry) is not type(prompt[0]):
             raise RequestError(
                 "prompt mixes forms; it is a string, a list of strings, a list of token ids or a "
                 "list of such lists.",
                 f"prompt[{position}]",
             )
-        prompts.append(entry)
-    return prompts
+    if isinstance(prompt[0], int):
+        return [[entry for entry in prompt if isinstance(entry, int)]]
+    if len(prompt) > max_prompts:
+        raise RequestError(
+            f"prompt holds {len(prompt)} prompts; one request may hold {max_prompts}.", "prompt"
+        )
+    return [entry for entry in prompt if not isinstance(entry, int)]
 
 
 def sampling_params(

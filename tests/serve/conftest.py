@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -85,6 +84,7 @@ class ScriptedStream:
             raise StopAsyncIteration
         await self._engine.gate.acquire_turn()
         item = next(self._deltas)
+        self._engine.num_pulled += 1
         if isinstance(item, Exception):
             self._ended = True
             raise item
@@ -135,6 +135,8 @@ class ScriptedEngine:
         self.chat_template: ChatTemplate | None = ChatTemplate(CHATML, self.tokenizer)
         self.state = EngineState.READY
         self.answer = "Hello, world."
+        self.text_factor = 1  # repeats each delta's text, to fill buffers
+        self.num_pulled = 0  # deltas that left the engine
         self.refusal: Exception | None = None
         self.refuse_from = 0  # the request, counted from 0, that is refused first
         self.failure: Exception | None = None  # raised in the stream, after `fail_after` tokens
@@ -214,7 +216,7 @@ class ScriptedEngine:
         return Delta(
             request_id=stream.request_id,
             token_ids=(token,),
-            text=text,
+            text=text * self.text_factor,
             logprobs=logprobs,
             finish_reason=reason,
             usage=Usage(len(stream.prompt_token_ids), position + 1, 2) if is_last else None,
@@ -335,8 +337,3 @@ def serve(engine: ScriptedEngine) -> ServeFront:
 async def front(serve: ServeFront) -> AsyncIterator[Front]:
     async with serve() as running:
         yield running
-
-
-@pytest.fixture
-def is_close() -> Callable[[float, float], bool]:
-    return math.isclose

@@ -211,10 +211,13 @@ async def test_completion_logprobs_count_characters(front: Any, stream: bool) ->
     reply = await front.complete("x", logprobs=1, max_tokens=9, stream=stream)
     bodies = reply.events[:-1] if stream else [reply.json]
     parts = [body["choices"][0]["logprobs"] for body in bodies]
-    assert sum((part["tokens"] for part in parts), []) == ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]
-    assert sum((part["text_offset"] for part in parts), []) == [0, 1, 1, 2]
-    assert sum((part["token_logprobs"] for part in parts), []) == [-0.25] * 4
-    tops = sum((part["top_logprobs"] for part in parts), [])
+    tokens, offsets, logprobs, tops = (
+        [entry for part in parts for entry in part[field]]
+        for field in ("tokens", "text_offset", "token_logprobs", "top_logprobs")
+    )
+    assert tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]
+    assert offsets == [0, 1, 1, 2]
+    assert logprobs == [-0.25] * 4
     assert len(tops) == 4
     assert tops[0]["a"] == -0.25
 
@@ -243,8 +246,8 @@ async def test_token_ids_on_demand(front: Any, stream: bool) -> None:
     )
     chat_bodies = chat.events[:-1] if stream else [chat.json]
     assert chat_bodies[0]["prompt_token_ids"] == front.engine.streams[0].prompt_token_ids
-    seen = [body["choices"][0].get("token_ids", []) for body in chat_bodies]
-    assert sum(seen, []) == ids
+    seen = [token for body in chat_bodies for token in body["choices"][0].get("token_ids", [])]
+    assert seen == ids
     prompts = [
         choice["prompt_token_ids"]
         for body in (completion.events[:-1] if stream else [completion.json])
