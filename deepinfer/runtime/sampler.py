@@ -30,6 +30,7 @@ _ONE = 2.0**40  # the weight of the best token
 _UNLIMITED = np.iinfo(np.int64).max
 _LOWEST_TEMPERATURE = 1e-6  # below it every other token has weight 0 anyway
 _CANDIDATES = (64, 1024)  # numbers of best tokens to rank before all are sorted
+_ROWS_AT_ONCE = 32  # that draw: keeps intermediate arrays small enough for the allocator to reuse
 
 
 class SamplingState:
@@ -133,7 +134,7 @@ def _greedy(logits: torch.Tensor) -> Int64Array:
 def _draw(
     logits: torch.Tensor, slots: Int64Array, positions: Int64Array, state: SamplingState
 ) -> Int64Array:
-    """One token a row from the kept distribution; rows without ranking filters go together."""
+    """One token a row from its kept distribution."""
     rows = _Rows(
         bits=random_bits(state.seed[slots], positions, Purpose.SAMPLE),
         temperature=state.temperature[slots],
@@ -141,11 +142,19 @@ def _draw(
         top_p=state.top_p[slots],
         min_p=state.min_p[slots],
     )
-    ranked = (rows.top_k > 0) | (rows.top_p < 1.0)
-    if not ranked.any():
-        return _draw_unranked(logits, rows)
     token_ids = np.empty(len(slots), np.int64)
-    token_ids[ranked] = _draw_ranked(_take(logits, ranked), rows.take(ranked))
+    for begin in range(0, len(slots), _ROWS_AT_ONCE):
+        part = slice(begin, begin + _ROWS_AT_ONCE)
+        token_ids[part] = _draw_part(logits[part], rows.take(part))
+    return token_ids
+
+
+def _draw_part(logits: torch.Tensor, rows: _Rows) -> Int64Array:
+    """Rows without ranking filters are the cheap ones: they need no order of their tokens."""
+    ranked = (rows.top_k > 0) | (rows.top_p < 1.0)
+    token_ids = np.empty(len(ranked), np.int64)
+    if ranked.any():
+        token_ids[ranked] = _draw_ranked(_take(logits, ranked), rows.take(ranked))
     if not ranked.all():
         token_ids[~ranked] = _draw_unranked(_take(logits, ~ranked), rows.take(~ranked))
     return token_ids
@@ -161,7 +170,7 @@ class _Rows:
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
 
-    def take(self, which: BoolArray | Int64Array) -> _Rows:
+    def take(self, which: BoolArray | Int64Array | slice) -> _Rows:
         return _Rows(
             self.bits[which],
             self.temperature[which],
@@ -184,7 +193,6 @@ def _draw_unranked(logits: torch.Tensor, rows: _Rows) -> Int64Array:
 
 def _draw_ranked(logits: torch.Tensor, rows: _Rows) -> Int64Array:
     """Ranks a few best tokens; a row whose kept set may reach beyond them tries with more."""
-    vocab_size = logits.shape[1]
     token_ids = np.empty(len(rows.bits), np.int64)
     totals = np.zeros(len(rows.bits), np.int64)  # of all weights: top-p needs it without top-k
     unlimited = rows.top_k == 0
@@ -193,15 +201,16 @@ def _draw_ranked(logits: torch.Tensor, rows: _Rows) -> Int64Array:
         weights = _weights(part, part.amax(dim=1, keepdim=True), rows.temperature[unlimited])
         totals[unlimited] = weights.sum(dim=1).numpy()
     pending = np.arange(len(rows.bits))
-    for size in (*(size for size in _CANDIDATES if size < vocab_size), vocab_size):
-        tried = pending if size == vocab_size else pending[rows.top_k[pending] < size]
-        if len(tried):
+    for size in _CANDIDATES:
+        tried = pending[rows.top_k[pending] < size]
+        if len(tried) and size < logits.shape[1]:
             part = logits if len(tried) == len(logits) else logits[torch.from_numpy(tried)]
             found, certain = _draw_candidates(part, rows.take(tried), totals[tried], size)
             token_ids[tried[certain]] = found[certain]
             pending = np.setdiff1d(pending, tried[certain], assume_unique=True)
-        if not len(pending):
-            break
+    if len(pending):
+        part = logits[torch.from_numpy(pending)]
+        token_ids[pending] = _draw_sorted(part, rows.take(pending), totals[pending])
     return token_ids
 
 
@@ -215,20 +224,43 @@ def _draw_candidates(
     """
     values, ids = _rank(logits, size)
     weights = _weights(values, values[:, :1], rows.temperature)
-    limits = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, size))[:, None]
-    weights.masked_fill_(torch.arange(size) >= limits, 0)
-    totals = np.where(rows.top_k > 0, weights.sum(dim=1).numpy(), totals)
-    mass = np.where(rows.top_p < 1.0, np.ceil(rows.top_p * totals), 0.0).astype(np.int64)
-    wanted = torch.from_numpy(np.where(rows.top_p < 1.0, np.maximum(mass, 1), _UNLIMITED))[:, None]
-    before = weights.cumsum(dim=1) - weights
-    kept = (weights > 0) & (before < wanted) & (weights >= rows.lowest_weight())
-    weights.masked_fill_(~kept, 0)
-    num_kept = kept.sum(dim=1, keepdim=True)  # a prefix: all three conditions are monotonic
+    num_kept = _num_kept(weights, rows, totals)
     worst = values.gather(1, (num_kept - 1).clamp(min=0))
-    certain = (worst > values[:, -1:]).squeeze(1).numpy() | (size == logits.shape[1])
+    certain: BoolArray = (worst > values[:, -1:]).squeeze(1).numpy()
+    weights.masked_fill_(torch.arange(size) >= num_kept, 0)
     ids, by_id = ids.sort(dim=1)
     chosen = _pick(weights.gather(1, by_id), rows.bits)
     return ids.gather(1, chosen[:, None]).squeeze(1).numpy(), certain
+
+
+def _draw_sorted(logits: torch.Tensor, rows: _Rows, totals: Int64Array) -> Int64Array:
+    """Draws whatever the size of the kept set. Sorts values without their ids, which is several
+    times faster, and keeps what is above the last kept value, and of those equal to it the first.
+    """
+    values = torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
+    num_kept = _num_kept(_weights(values, values[:, :1], rows.temperature), rows, totals)
+    worst = values.gather(1, (num_kept - 1).clamp(min=0))
+    above, equal = logits > worst, logits == worst
+    num_equal = num_kept - above.sum(dim=1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(dim=1) <= num_equal))
+    weights = _weights(logits, values[:, :1], rows.temperature).masked_fill_(~kept, 0)
+    return _pick(weights, rows.bits).numpy()
+
+
+def _num_kept(weights: torch.Tensor, rows: _Rows, totals: Int64Array) -> torch.Tensor:
+    """weights: int64 [rows, n] of the n best tokens, best first; totals: [rows] sum over all
+    tokens, used where top-k is off -> int64 [rows, 1]: how many of the best pass all filters."""
+    if (rows.top_k > 0).any():
+        limits = np.where(rows.top_k > 0, rows.top_k, weights.shape[1])
+        beyond = torch.arange(weights.shape[1]) >= torch.from_numpy(limits)[:, None]
+        weights = weights.masked_fill(beyond, 0)
+        totals = np.where(rows.top_k > 0, weights.sum(dim=1).numpy(), totals)
+    mass = np.maximum(np.ceil(rows.top_p * totals), 1.0).astype(np.int64)
+    wanted = torch.from_numpy(np.where(rows.top_p < 1.0, mass, _UNLIMITED))[:, None]
+    before = weights.cumsum(dim=1) - weights
+    # Each condition holds for a leading part of the ranking, so their number is enough.
+    kept = (weights > 0) & (before < wanted) & (weights >= rows.lowest_weight())
+    return kept.sum(dim=1, keepdim=True)
 
 
 def _weights(
@@ -256,7 +288,8 @@ def _rank(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     Which of several values equal to the last one are in the result is open unless all are asked.
     """
     if size == values.shape[1]:
-        return torch.sort(values, dim=1, descending=True, stable=True)
+        best, ids = torch.sort(values, dim=1, descending=True, stable=True)
+        return best, ids
     _, ids = values.topk(size, dim=1, sorted=False)
     ids = ids.sort(dim=1).values
     best, order = torch.sort(values.gather(1, ids), dim=1, descending=True, stable=True)
