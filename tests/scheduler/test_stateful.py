@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
@@ -30,7 +31,7 @@ class SchedulerLife(RuleBasedStateMachine):
         self.cancelled = set()
 
     @initialize(
-        num_blocks=st.integers(17, 40),
+        num_blocks=st.integers(16, 26),
         num_slots=st.integers(2, 7),
         overlap=st.booleans(),
         prefix_caching=st.booleans(),
@@ -64,16 +65,25 @@ class SchedulerLife(RuleBasedStateMachine):
         return self.events.run_until_complete(awaitable)
 
     @rule(
-        stem=st.sampled_from(STEMS),
-        keep=st.integers(1, 9),
-        tail=st.lists(st.integers(0, 9), max_size=25),
-        max_tokens=st.integers(1, 24),
+        prompts=st.lists(
+            st.tuples(
+                st.sampled_from(STEMS),
+                st.integers(1, 9),
+                st.lists(st.integers(0, 9), max_size=20),
+                st.integers(1, 40),
+            ),
+            min_size=1,
+            max_size=6,
+        ),
         priority=st.integers(-1, 2),
-        stops=st.sets(st.integers(0, 49), max_size=6),
-        lives_s=st.one_of(st.none(), st.none(), st.floats(0.01, 20.0)),
+        stops=st.sets(st.integers(0, 49), max_size=2),
+        lives_s=st.one_of(st.none(), st.none(), st.floats(0.01, 60.0)),
     )
-    def arrive(self, stem, keep, tail, max_tokens, priority, stops, lives_s):
-        prompt = stem[:keep] + tail
+    def arrive(self, prompts, priority, stops, lives_s):
+        for stem, keep, tail, max_tokens in prompts:
+            self._arrive(stem[:keep] + tail, max_tokens, priority, stops, lives_s)
+
+    def _arrive(self, prompt, max_tokens, priority, stops, lives_s):
         deadline_s = None if lives_s is None else self.rig.clock.now() + lives_s
         try:
             sequence = self.rig.submit(
@@ -115,8 +125,13 @@ class SchedulerLife(RuleBasedStateMachine):
             assert not self.rig.device.violations
 
     def teardown(self):
-        if not hasattr(self, "rig"):
-            return
+        try:
+            if hasattr(self, "rig"):
+                self._finish()
+        finally:
+            self.events.close()
+
+    def _finish(self):
         self.rig.device.release()
         self.wait(self.rig.finish_all(*self.sequences))
         self.wait(self.rig.settle())
@@ -136,21 +151,29 @@ class SchedulerLife(RuleBasedStateMachine):
                 sequence.id in self.cancelled
             )
             assert sequence.num_output_tokens == len(got)
-        self.events.close()
+        self.seen.update(sequence.finish_reason for sequence in self.sequences)
+        self.seen["steps"] += self.rig.state.step_number
+        self.seen["preemptions"] += self.rig.state.num_preemptions
+        self.seen["hits"] += self.rig.state.prefix.hits_tokens
 
 
-@pytest.mark.parametrize("examples", [pytest.param(60, id="quick")])
-def test_no_life_breaks_the_books(examples, rig_class):
-    _live(examples, 40, rig_class)
+def test_no_life_breaks_the_books(rig_class):
+    seen = _live(50, 40, rig_class)
+    # A run without these would have proven little.
+    assert seen["steps"] > 2_000
+    assert seen["preemptions"] > 50
+    assert seen["hits"] > 500
+    assert all(seen[reason] > 5 for reason in FinishReason), seen
 
 
 @pytest.mark.slow
 def test_no_long_life_breaks_the_books(rig_class):
-    _live(400, 120, rig_class)
+    assert _live(100, 80, rig_class)["steps"] > 10_000
 
 
 def _live(examples, steps, rig_class):
-    life = type("Life", (SchedulerLife,), {"rig_class": rig_class})
+    seen = Counter()
+    life = type("Life", (SchedulerLife,), {"rig_class": rig_class, "seen": seen})
     life.TestCase.settings = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -159,5 +182,5 @@ def _live(examples, steps, rig_class):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    case = life.TestCase()
-    case.runTest()
+    life.TestCase().runTest()
+    return seen
