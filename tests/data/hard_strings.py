@@ -84,7 +84,7 @@ HARD_STRINGS: tuple[str, ...] = (
     # code
     "def f(x):\n    return x ** 2  # square\n",
     "for (int i = 0; i < n; ++i) { a[i] += b[i] << 2; }",
-    "<div class=\"a\">&amp; &lt;b&gt; <!-- c --></div>",
+    '<div class="a">&amp; &lt;b&gt; <!-- c --></div>',
     '{"key": [1, 2.5e-3, null, true], "s": "\\u00e9\\n"}',
     "SELECT * FROM t WHERE a='b' AND c<>\"d\"; -- x",
     "https://example.com/a/b?c=d&e=%20f#g",
