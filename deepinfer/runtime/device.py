@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -100,11 +100,15 @@ class CpuDevice:
     async def close(self) -> None:
         """Drops what waits in the line, lets the running part end, joins the thread."""
         self._closed = True
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-        while self._line:
-            outcome = self._line.popleft().outcome
-            if not outcome.done():
-                outcome.set_result(EngineClosedError("The device was closed before this step ran."))
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        try:
+            await asyncio.to_thread(self._thread.shutdown, wait=True)
+        finally:
+            while self._line:
+                _resolve(
+                    self._line.popleft(),
+                    EngineClosedError("The device was closed before this step was collected."),
+                )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -131,10 +135,18 @@ class CpuDevice:
             except BaseException as error:
                 step.error = error
         if result is None:
-            step.outcome.set_result(_device_error(step))
+            _resolve(step, _device_error(step))
         else:
             device_s = step.device_s + time.perf_counter() - begin
-            step.outcome.set_result(msgspec.structs.replace(result, device_s=device_s))
+            _resolve(step, msgspec.structs.replace(result, device_s=device_s))
+
+
+def _resolve(step: _Step, outcome: StepResult | EngineError) -> None:
+    """The first outcome counts: a close that was itself cut short may race with the thread."""
+    try:
+        step.outcome.set_result(outcome)
+    except InvalidStateError:
+        pass
 
 
 def _device_error(step: _Step) -> DeviceError:

@@ -42,7 +42,7 @@ class Runner:
         self.num_slots = num_slots
         self.max_model_len = max_model_len
         num_columns = -(-max_model_len // self.cache_spec.block_tokens)
-        self._token_ids = np.zeros((num_slots, max_model_len + 1), np.int64)  # one of margin
+        self._token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)  # one of margin
         self._block_tables = np.zeros((num_slots, num_columns), np.int64)
         self._sampling = sampler.SamplingState(num_slots)
         self._sampling_hidden: torch.Tensor | None = None
@@ -108,7 +108,8 @@ class Runner:
         columns = positions // block_tokens
         write_blocks = np.where(dropped, 0, self._block_tables[token_slots, columns])
         num_columns = -(-int(lengths.max()) // block_tokens)
-        return torch.from_numpy(self._token_ids[token_slots, positions]), Batch(
+        token_ids = self._token_ids[token_slots, positions].astype(np.int64)
+        return torch.from_numpy(token_ids), Batch(
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(slots),
             row_starts=torch.from_numpy(row_starts),
@@ -122,7 +123,7 @@ class Runner:
 
     def known_token_ids(self, slot: int, num_tokens: int) -> Int32Array:
         """A copy of the first `num_tokens` ids in `slot`, sampled ones included."""
-        return self._token_ids[slot, :num_tokens].astype(np.int32)
+        return self._token_ids[slot, :num_tokens].copy()
 
     def _apply_changes(self, plan: StepPlan) -> None:
         """Starts, which empty the slot's block table, then table entries in their order."""

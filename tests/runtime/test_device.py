@@ -186,6 +186,23 @@ async def test_close_drops_the_line_and_joins_the_thread():
     assert not any(t.name.startswith("deepinfer-step") for t in threading.enumerate())
 
 
+async def test_a_close_that_is_cut_short_still_wakes_whoever_waits():
+    device = CpuDevice(EchoRunner())
+    release = threading.Event()
+    device.before_step = lambda number: release.wait()
+    enqueue(device, one_row(1))
+    collected = asyncio.create_task(device.collect())
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(device.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(EngineClosedError):
+        await collected
+    release.set()
+    await device.close()
+    assert not any(t.name.startswith("deepinfer-step") for t in threading.enumerate())
+
+
 async def test_an_idle_device_closes_at_once_and_twice():
     device = CpuDevice(EchoRunner())
     await device.close()
@@ -226,7 +243,7 @@ def tiny_model(tmp_path_factory):
     return build(checkpoint.config, checkpoint.tensors, EngineConfig(dtype="float32"))
 
 
-def make_runner(model, num_blocks=40, num_slots=4):
+def make_runner(model, num_blocks=40, num_slots=5):
     return Runner(
         model, model.allocate_cache(num_blocks, num_slots), num_blocks, num_slots, MAX_LEN
     )
@@ -257,6 +274,7 @@ PROMPTS = [
     ([5, 6, 7, 8, 9, 10, 11], SamplingParams(temperature=0.0)),
     ([200], SamplingParams(temperature=1.0)),
     ([33, 44, 55], SamplingParams(temperature=0.8, top_k=20, top_p=0.9, logprobs=3)),
+    ([9, 9, 9], SamplingParams(temperature=50.0, top_p=0.999, min_p=0.001)),
 ]
 
 
