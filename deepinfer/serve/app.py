@@ -71,7 +71,10 @@ def create_app(
     app[CREATED] = int(time.time())
     app[SERIAL] = itertools.count()
     for endpoint in endpoints:
-        app.router.add_route(endpoint.method, endpoint.path, endpoint.handler)
+        if endpoint.method == "GET":
+            app.router.add_get(endpoint.path, endpoint.handler)  # takes HEAD as well
+        else:
+            app.router.add_route(endpoint.method, endpoint.path, endpoint.handler)
     app.on_response_prepare.append(label_response)
     return app
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from deepinfer.errors import RequestError
 from deepinfer.serve.failures import ApiError
@@ -57,6 +58,10 @@ async def _read(request: web.Request) -> bytes:
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise _too_large("The body is larger", config.max_body_bytes) from None
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise ApiError(
+            400, f"The body's transfer or content encoding is broken: {error}.", code="broken_body"
+        ) from None
     except TimeoutError:
         raise ApiError(
             408, f"The body did not arrive within {config.body_timeout_s:g} s.", code="body_timeout"

@@ -71,6 +71,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def client_left(request: web.Request) -> bool:
+    """Nobody is there to be told. A `ConnectionError` alone may also be the engine's."""
+    return request.transport is None or request.transport.is_closing()
+
+
 def describe(error: BaseException, request_id: str) -> Failure:
     """The answer that `error` deserves."""
     if isinstance(error, RequestError):

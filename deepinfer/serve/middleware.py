@@ -11,7 +11,6 @@ what tells how to call the rest. All others, also paths that do not exist, ask f
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
@@ -24,7 +23,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from deepinfer import __version__
 from deepinfer.serve.endpoint import Endpoint
-from deepinfer.serve.failures import ApiError, describe, log_failure
+from deepinfer.serve.failures import ApiError, client_left, describe, log_failure
 from deepinfer.serve.keys import CONFIG, FAILURE, METRICS, REQUEST_ID
 from deepinfer.serve.settings import ServerConfig
 
@@ -74,7 +73,7 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
     start_s = time.perf_counter()
     try:
         response = await handler(request)
-    except (asyncio.CancelledError, ConnectionError):
+    except BaseException:  # `answer_failures` answers the others
         _note(request, CLIENT_LEFT, start_s)
         raise
     _note(request, response.status, start_s)
@@ -105,9 +104,9 @@ def _note(request: web.Request, status: int, start_s: float) -> None:
 async def answer_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except ConnectionError:
-        raise  # nobody is left to answer
     except Exception as error:
+        if client_left(request):
+            raise
         failure = describe(error, request[REQUEST_ID])
         log_failure(error, failure, request[REQUEST_ID])
         return failure.response()

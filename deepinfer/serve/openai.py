@@ -20,7 +20,7 @@ from deepinfer.serve import requests
 from deepinfer.serve.answers import Choice, slowest, timeline_header
 from deepinfer.serve.body import read_json
 from deepinfer.serve.endpoint import Endpoint
-from deepinfer.serve.failures import ApiError, describe, log_failure
+from deepinfer.serve.failures import ApiError, client_left, describe, log_failure
 from deepinfer.serve.generation import (
     IndexedDelta,
     Submission,
@@ -35,7 +35,7 @@ from deepinfer.serve.openai_format import (
     ChatFormat,
     CompletionFormat,
 )
-from deepinfer.serve.prompts import encode_chat, encode_text
+from deepinfer.serve.prompts import encode_chat, encode_texts
 from deepinfer.serve.protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -69,20 +69,27 @@ async def completions(http: web.Request) -> web.StreamResponse:
     limit = requests.DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = requests.sampling_params(body, defaults, max_tokens=limit, logprobs=body.logprobs)
     prompts = requests.completion_prompts(body, config.max_prompts)
-    token_ids = [
-        await encode_text(
-            engine.tokenizer, prompt, body.add_special_tokens, config.encode_in_thread_characters
-        )
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
+    token_ids = await _encode_prompts(http, prompts, body.add_special_tokens)
     options = _options(http, "cmpl", model, body, token_ids, params, n)
     if body.echo:
         echoes = [p if isinstance(p, str) else engine.tokenizer.decode(p) for p in prompts]
         options = msgspec.structs.replace(options, echoes=tuple(echoes))
     format = CompletionFormat(options, engine.tokenizer)
     return await _answer(http, body, token_ids, params, n, format, requests.COMPLETION_FIELDS)
+
+
+async def _encode_prompts(
+    http: web.Request, prompts: Sequence[str | list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each prompt; those that are ids already stay as they are."""
+    encoded = await encode_texts(
+        http.app[ENGINE].tokenizer,
+        [prompt for prompt in prompts if isinstance(prompt, str)],
+        add_special_tokens,
+        http.app[CONFIG].encode_in_thread_characters,
+    )
+    texts = iter(encoded)
+    return [next(texts) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
@@ -237,11 +244,9 @@ async def _send_events(
         try:
             async with open_streams(http.app[ENGINE], submissions) as streams:
                 await follow(streams, receive)
-        except ConnectionError:
-            raise  # nobody is left to be told
         except Exception as error:
-            if not events.started:
-                raise  # there is still a status line to say it with
+            if not events.started or client_left(http):
+                raise  # to be told in a status line, or to nobody
             http[FAILURE] = f"{type(error).__name__}: {error}"
             failure = describe(error, http[REQUEST_ID])
             log_failure(error, failure, http[REQUEST_ID])

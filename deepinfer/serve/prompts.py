@@ -22,15 +22,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def encode_text(
-    tokenizer: Tokenizer, text: str, add_special_tokens: bool, thread_above_characters: int
-) -> list[int]:
-    """A text that the caller wrote whole: special tokens in it count as such."""
-    return await _run(
-        lambda: tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens),
-        len(text),
-        thread_above_characters,
-    )
+async def encode_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    add_special_tokens: bool,
+    thread_above_characters: int,
+) -> list[list[int]]:
+    """Texts that the caller wrote whole: special tokens in them count as such."""
+
+    def encode_all() -> list[list[int]]:
+        return [
+            tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens)
+            for text in texts
+        ]
+
+    return await _run(encode_all, sum(map(len, texts)), thread_above_characters)
 
 
 async def decode_tokens(

@@ -18,7 +18,7 @@ from deepinfer.serve.generation import require_ready
 from deepinfer.serve.keys import ALL_ENDPOINTS, CONFIG, ENGINE, METRICS
 from deepinfer.serve.openai import served_model
 from deepinfer.serve.openapi import build_document
-from deepinfer.serve.prompts import decode_tokens, encode_chat, encode_text
+from deepinfer.serve.prompts import decode_tokens, encode_chat, encode_texts
 from deepinfer.serve.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -50,9 +50,9 @@ async def tokenize(http: web.Request) -> web.StreamResponse:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either prompt or messages.", "prompt")
     if body.prompt is not None:
-        token_ids = await encode_text(
+        (token_ids,) = await encode_texts(
             engine.tokenizer,
-            body.prompt,
+            [body.prompt],
             body.add_special_tokens is not False,
             config.encode_in_thread_characters,
         )
@@ -65,13 +65,15 @@ async def tokenize(http: web.Request) -> web.StreamResponse:
             template_kwargs=body.chat_template_kwargs or {},
             thread_above_characters=config.encode_in_thread_characters,
         )
-    texts = [engine.tokenizer.token_text(token) for token in token_ids]
+    texts = None
+    if body.return_token_strs:
+        texts = [engine.tokenizer.token_text(token) for token in token_ids]
     return _json(
         TokenizeResponse(
             count=len(token_ids),
             max_model_len=engine.max_model_len,
-            tokens=[int(token) for token in token_ids],
-            token_strs=texts if body.return_token_strs else None,
+            tokens=token_ids,
+            token_strs=texts,
         )
     )
 

@@ -128,6 +128,25 @@ async def test_body_that_never_comes(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "rest",
+    [
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc",
+        b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+        b"Content-Encoding: deflate\r\nContent-Length: 4\r\n\r\nabcd",
+        b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}{",
+        b"Content-Length: -1\r\n\r\n{}",
+    ],
+)
+async def test_broken_transfer_is_the_clients_mistake(front: Any, rest: bytes) -> None:
+    reader, writer = await front.open_socket()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(head + rest)
+    assert b" 400 " in await reader.readline()
+    writer.close()
+
+
+@pytest.mark.parametrize(
     ("declared", "status"),
     [
         ("application/json", 200),
@@ -149,6 +168,11 @@ async def test_unknown_paths_and_methods(front: Any) -> None:
     reply = await front.get("/v1/completions")
     assert (reply.status, reply.headers["Allow"]) == (405, "POST")
     assert reply.error["type"] == "invalid_request_error"
+
+
+async def test_probes_may_use_head(front: Any) -> None:
+    reply = await front.call("HEAD", "/ready")
+    assert (reply.status, reply.text) == (200, "")
 
 
 PREFLIGHT = {

@@ -198,6 +198,7 @@ async def test_prompt_too_long_gives_both_numbers(front: Any) -> None:
         (QueueFullError("1024 requests wait.", 3.2), 503, "queue_full"),
         (DeviceError("The device is gone."), 500, "engine_error"),
         (ZeroDivisionError("secret"), 500, "internal_error"),
+        (ConnectionResetError("secret"), 500, "internal_error"),  # the engine's, not the client's
     ],
 )
 async def test_refused_at_once(
