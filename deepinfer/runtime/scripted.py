@@ -82,18 +82,29 @@ def generate_alone(
     prompt: Sequence[int],
     num_tokens: int,
     stop_token_ids: Sequence[int] = (),
+    min_tokens: int = 0,
 ) -> list[int]:
     """What a device with this function must produce for one sequence, whatever the schedule."""
     known = np.empty(len(prompt) + num_tokens, np.int32)
     known[: len(prompt)] = prompt
     end = len(prompt)
     while end < len(known):
-        known[end] = next_token(known[:end])
+        early = end - len(prompt) < min_tokens
+        known[end] = _allowed(next_token(known[:end]), stop_token_ids if early else ())
         end += 1
         if known[end - 1] in stop_token_ids:
             break
     answer: list[int] = known[len(prompt) : end].tolist()
     return answer
+
+
+def _allowed(token: int, banned: Sequence[int], mask: Any | None = None) -> int:
+    """The token, or the next higher one that is neither banned nor masked (words of 32 bits)."""
+    while token in banned or (mask is not None and not int(mask[token >> 5]) >> (token & 31) & 1):
+        token += 1
+        if mask is not None and token >= 32 * len(mask):
+            token = 0
+    return token
 
 
 class _Slot:
@@ -386,17 +397,13 @@ class ScriptedDevice:
         )
 
     def _next(self, held: _Slot, mask: Any | None, row: int) -> int:
-        """The scripted token, or the next higher one that is not masked."""
-        token = self._next_token(held.token_ids[: held.known])
         start = held.start
         early = held.known - start.prompt_tokens < start.params.min_tokens
-        while (early and token in start.stop_token_ids) or (
-            mask is not None and not int(mask[row][token >> 5]) >> (token & 31) & 1
-        ):
-            token += 1
-            if mask is not None and token >= 32 * len(mask[row]):
-                token = 0
-        return token
+        return _allowed(
+            self._next_token(held.token_ids[: held.known]),
+            start.stop_token_ids if early else (),
+            None if mask is None else mask[row],
+        )
 
     def _logprobs(self, plan: StepPlan, wanted: list[int], token_ids: Int32Array) -> StepLogprobs:
         """Made-up but consistent: the chosen token is the best, at -0.5; each next loses 0.5."""

@@ -230,6 +230,13 @@ async def test_min_tokens_logprobs_and_mask():
     assert result.logprobs.top_token_ids.tolist() == [[[9, 10]]]
 
 
+def test_generating_alone_stops_at_a_stop_id_but_not_before_min_tokens():
+    follow = tabled_next_token({(1,): (7, 8, 7, 9)})
+    assert generate_alone(follow, [1], 4) == [7, 8, 7, 9]
+    assert generate_alone(follow, [1], 4, stop_token_ids=[8]) == [7, 8]
+    assert generate_alone(follow, [1], 4, stop_token_ids=[7], min_tokens=1) == [8, 8, 7]
+
+
 async def test_closing_wakes_whoever_waits():
     scripted = device()
     scripted.hold()
