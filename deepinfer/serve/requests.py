@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -98,20 +98,20 @@ def completion_prompts(request: CompletionRequest, max_prompts: int) -> list[str
         return [prompt]
     if not prompt:
         raise RequestError("prompt is an empty list; give at least one prompt.", "prompt")
-    for position, entry in enumerate(prompt):
-        if type(entry) is not type(prompt[0]):
-            raise RequestError(
-                "prompt mixes forms; it is a string, a list of strings, a list of token ids or a "
-                "list of such lists.",
-                f"prompt[{position}]",
-            )
+    if len(set(map(type, prompt))) > 1:
+        odd = next(i for i, entry in enumerate(prompt) if type(entry) is not type(prompt[0]))
+        raise RequestError(
+            "prompt mixes forms; it is a string, a list of strings, a list of token ids or a "
+            "list of such lists.",
+            f"prompt[{odd}]",
+        )
     if isinstance(prompt[0], int):
-        return [[entry for entry in prompt if isinstance(entry, int)]]
+        return [cast(list[int], prompt)]
     if len(prompt) > max_prompts:
         raise RequestError(
             f"prompt holds {len(prompt)} prompts; one request may hold {max_prompts}.", "prompt"
         )
-    return [entry for entry in prompt if not isinstance(entry, int)]
+    return cast(list[str | list[int]], prompt)
 
 
 def sampling_params(
