@@ -14,6 +14,7 @@ A vocabulary comes in one of two kinds:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from tokenizers import (
 )
 
 from deepinfer.errors import CheckpointError, UnsupportedModelError
+
+_log = logging.getLogger(__name__)
 
 # Values of tokenizer.ggml.token_type; 1 is an ordinary token.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -92,6 +95,11 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
             f"The GGUF file's pre-tokenizer {name!r} is not implemented; known are "
             f"{', '.join(sorted(_PRE_TOKENIZERS))}. Point --tokenizer at a tokenizer.json of the "
             "same model."
+        )
+    if name == "default":
+        _log.warning(
+            "The GGUF file names no pre-tokenizer; GPT-2's is taken. If answers are poor, convert "
+            "it again with a newer converter or point --tokenizer at a tokenizer.json."
         )
     style = _PRE_TOKENIZERS[name]
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
@@ -188,6 +196,6 @@ def _add_special_tokens(
     added = [
         AddedToken(tokens[index], special=kind != _USER_DEFINED, normalized=False)
         for index, kind in enumerate(token_types)
-        if kind in (_CONTROL, _USER_DEFINED) and tokens[index]
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and tokens[index]
     ]
     tokenizer.add_tokens(added)

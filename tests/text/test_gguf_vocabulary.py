@@ -64,7 +64,7 @@ def test_sentence_piece_defaults():
     tokenizer = Tokenizer.from_gguf(sentence_piece_metadata())
     assert tokenizer.add_bos
     assert tokenizer.encode("a", add_special_tokens=True)[0] == 1
-    assert tokenizer.special_token_ids == {1, 2}
+    assert tokenizer.special_token_ids == {0, 1, 2}
     tokenizer = Tokenizer.from_gguf(
         sentence_piece_metadata(add_bos_token=False, add_eos_token=True, add_space_prefix=False)
     )
@@ -106,6 +106,12 @@ def test_the_named_pre_tokenizer_cuts_the_text(checkpoint, pre, pieces):
     cut = backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in cut] == pieces
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_file_that_names_no_pre_tokenizer_says_so(checkpoint, caplog):
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(checkpoint, None))
+    assert "no pre-tokenizer" in caplog.text
+    assert tokenizer.encode("hi 12") == tokenizer.encode("hi 12", parse_special=False)
 
 
 def test_qwen2_composes_characters(checkpoint):
