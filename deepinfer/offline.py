@@ -59,6 +59,7 @@ class LLM:
     def __init__(self, model: str = "", **settings: Any) -> None:
         _refuse_inside_a_loop()
         self.config = EngineConfig(model=model, **settings)
+        self.config.validate()
         self._closed = False
         self._loop = asyncio.new_event_loop()
         # A daemon, so that a script that forgets to close still ends.

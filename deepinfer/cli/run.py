@@ -25,7 +25,8 @@ class Interrupts:
     """While entered, SIGTERM and SIGINT set events: `first` at once, `second` for one more.
 
     SIGTERM repeated stays a request to finish in peace (supervisors do repeat it); only SIGINT, a
-    person at a keyboard, becomes the second.
+    person at a keyboard, becomes the second. After it the signals are Python's own again, so that a
+    third ends a process whatever it hangs on.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class Interrupts:
     def _receive(self, number: signal.Signals) -> None:
         if self.first.is_set() and number == signal.SIGINT:
             self.second.set()
+            self._remove_handlers()
         self.first.set()
 
     def __enter__(self) -> Self:
@@ -49,6 +51,9 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._remove_handlers()
+
+    def _remove_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)

@@ -29,6 +29,7 @@ async def test_only_an_interrupt_from_the_keyboard_becomes_the_second() -> None:
         assert not interrupts.second.is_set()
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(interrupts.second.wait(), 5)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 async def test_handlers_are_gone_after_leaving() -> None:
