@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,7 @@ import torch
 from torch.nn import functional
 
 from deepinfer.errors import CheckpointError, UnsupportedModelError
-from deepinfer.kernels import reference
-from deepinfer.kernels.attention import AttentionPlan, paged_attention, plan_attention
+from deepinfer.kernels import cpu_kernels, reference
 from deepinfer.kernels.batch import Batch
 from deepinfer.kernels.linear import Linear, choose_dtype, make_linear
 from deepinfer.kernels.rotary import rotary_table
@@ -121,6 +121,7 @@ class Llama:
         self.max_positions = self.config.max_positions
         self._block_tokens = options.block_tokens
         self._scale = self.config.head_dim**-0.5
+        self._kernels = cpu_kernels(batch_invariant=options.batch_invariant)
         source = _Tensors(tensors)
         self.dtype, self.dtype_choice = _resolve_dtype(options.dtype, self.config, source)
         self._load(source)
@@ -191,51 +192,63 @@ class Llama:
         self, token_ids: torch.Tensor, batch: Batch, cache: list[torch.Tensor]
     ) -> torch.Tensor:
         """token_ids: int64 [tokens] -> hidden float32 [tokens, width], before the final norm."""
-        config = self.config
-        angles = self._rotary.at(batch.positions)
+        with self._kernels.threads():
+            return self._forward(token_ids, batch, cache)
+
+    def _forward(
+        self, token_ids: torch.Tensor, batch: Batch, cache: list[torch.Tensor]
+    ) -> torch.Tensor:
+        config, kernels = self.config, self._kernels
+        cosine, sine = self._rotary.at(batch.positions)
         places = batch.write_blocks * self._block_tokens + batch.write_offsets
         group = config.num_heads // config.num_kv_heads
         plans = {
-            window: plan_attention(batch, self._block_tokens, group, window)
+            window: kernels.plan_attention(batch, self._block_tokens, group, window)
             for window in set(config.windows)
         }
         hidden = functional.embedding(token_ids, self._embedding).to(torch.float32)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
-            x = reference.rms_norm(hidden, layer.attention_norm, config.norm_eps)
-            plan = plans[layer.window]
-            hidden = hidden + self._attention(layer, x, angles, places, plan, layer_cache)
-            x = reference.rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-            hidden += layer.down(reference.silu_and_multiply(layer.gate_up(x)))
+            query, key, value = kernels.by_rows(partial(self._project, layer), hidden, cosine, sine)
+            reference.write_cache(layer_cache, places, key, value)
+            attended = kernels.paged_attention(query, layer_cache, plans[layer.window], self._scale)
+            (hidden,) = kernels.by_rows(partial(self._finish, layer), hidden, attended)
         return hidden
 
-    def _attention(
-        self,
-        layer: _Layer,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        places: torch.Tensor,
-        plan: AttentionPlan,
-        cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """x: [tokens, width] -> [tokens, width]; the tokens' KV is in the cache afterwards."""
+    def _project(
+        self, layer: _Layer, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden: [tokens, width] -> query, key, value: [tokens, heads or kv_heads, head_dim]."""
         config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
-        query_key = qkv[:, : heads + kv_heads]
+        heads, both = config.num_heads, config.num_heads + config.num_kv_heads
+        x = reference.rms_norm(hidden, layer.attention_norm, config.norm_eps)
+        qkv = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
+        query_key, value = qkv[:, :both], qkv[:, both:]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = reference.rms_norm(qkv[:, :heads], layer.query_norm, config.norm_eps)
+            query = reference.rms_norm(query_key[:, :heads], layer.query_norm, config.norm_eps)
             key = reference.rms_norm(query_key[:, heads:], layer.key_norm, config.norm_eps)
             query_key = torch.cat((query, key), dim=1)
-        query_key = reference.rotary_embedding(query_key, *angles)
-        value = qkv[:, heads + kv_heads :]
-        reference.write_cache(cache, places, query_key[:, heads:], value)
-        attended = paged_attention(query_key[:, :heads], cache, plan, self._scale)
-        return layer.output(attended)
+        query_key = reference.rotary_embedding(query_key, cosine, sine)
+        return query_key[:, :heads], query_key[:, heads:], value
+
+    def _finish(
+        self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        """hidden: [tokens, width], attended: [tokens, query_width] -> the layer's output."""
+        hidden = hidden + layer.output(attended)
+        x = reference.rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)
+        hidden += layer.down(reference.silu_and_multiply(layer.gate_up(x)))
+        return (hidden,)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, width] as `forward` gives it -> float32 [rows, vocab_size]."""
-        return self._head(reference.rms_norm(hidden, self._final_norm, self.config.norm_eps))
+
+        def head(rows: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self._head(reference.rms_norm(rows, self._final_norm, self.config.norm_eps)),)
+
+        with self._kernels.threads():
+            (logits,) = self._kernels.by_rows(head, hidden)
+        return logits
 
 
 class _Tensors:
