@@ -40,17 +40,17 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine at one moment, for gauges, `/health` and the curious."""
 
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_blocks: int  # usable ones
-    num_blocks_held: int  # by running sequences
-    num_blocks_cached: int  # not held, but kept for prefix hits
-    prefix_queries_tokens: int  # prompt tokens looked up since start
-    prefix_hits_tokens: int
-    num_preemptions: int
-    num_steps: int
-    loop_lag_s: float  # worst recent delay of the event loop
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_blocks: int = 0  # usable ones
+    num_blocks_held: int = 0  # by running sequences
+    num_blocks_cached: int = 0  # not held, but kept for prefix hits
+    prefix_queries_tokens: int = 0  # prompt tokens looked up since start
+    prefix_hits_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    loop_lag_s: float = 0.0  # worst recent delay of the event loop
 
     @property
     def kv_usage(self) -> float:

@@ -39,6 +39,7 @@ class Sequence:
         "cached_tokens",
         "error",
         "finish_reason",
+        "finished_s",
         "first_token_s",
         "id",
         "keys",
@@ -77,6 +78,7 @@ class Sequence:
         self.new_logprobs: list[TokenLogprob] = []
         self.num_output_tokens = 0  # set when it ends or loses its slot
         self.finish_reason: FinishReason | None = None
+        self.finished_s = 0.0
         self.stop_match: str | int | None = None
         self.error: BaseException | None = None
         self.listener: Callable[[], None] | None = None  # called when the outbox has news

@@ -103,6 +103,7 @@ class SchedulerState:
         sequence.block(None, now)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+        sequence.finished_s = now
         self.num_finished[reason] += 1
         prompt_tokens = len(sequence.request.prompt_token_ids)
         if was_waiting:
@@ -117,6 +118,12 @@ class SchedulerState:
             self.release_slot_if_idle(slot)
         sequence.token_ids = sequence.token_ids[:0]
         sequence.keys = []
+
+    def abandon(self, sequence: Sequence, now: float) -> None:
+        """Ends a sequence without touching the books: for a loop that failed and will not go on."""
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = FinishReason.ERROR
+        sequence.finished_s = now
 
     def preempt(self, slot: int, now: float) -> None:
         """Takes a running sequence's blocks; it waits at the head of its line to be resumed.

@@ -32,11 +32,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """Stop strings are looked for in the text after the first `min_tokens` tokens."""
         self._pieces = tokenizer.pieces(skip_special_tokens)
         self._drop_space = tokenizer.drops_leading_space  # and no text has come yet
         self._stop = tuple(stop)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._automaton = StopAutomaton(self._stop) if stop else None
         self._undecoded = b""
         self._ready: list[str] = []  # may be taken
@@ -85,7 +88,7 @@ class Detokenizer:
         if self._drop_space:
             self._drop_space = False
             text = text.removeprefix(" ")
-        if self._automaton is None:
+        if self._automaton is None or self.num_tokens <= self._min_tokens:
             self._ready.append(text)
         else:
             self._look_for_stop(self._automaton, text)
