@@ -2,7 +2,7 @@
 
 `PrometheusObserver` is told by the engine what happens, by the front what was answered, and is
 itself the collector that a scrape asks. It keeps plain numbers and builds metric families only
-when asked: the engine reports every token interval, and that must cost a fraction of a microsecond.
+when asked: the engine reports after every step, and that must cost microseconds.
 All calls happen on the event loop, so nothing is locked. The registry is the observer's own.
 """
 
@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -82,25 +84,29 @@ _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 
 
 class Histogram:
-    """Counts by bucket and a sum; one `observe` is one bisection."""
+    """Counts by bucket and a sum. A step's values come as one array: one search finds all."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self._bounds_array = np.array(bounds)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: NDArray[np.float64]) -> None:
+        """values: [any number]"""
+        buckets = np.searchsorted(self._bounds_array, values)
+        self._counts += np.bincount(buckets, minlength=len(self._counts))
+        self._sum += float(values.sum())
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative counts by upper bound, as Prometheus wants them, and the sum."""
-        cumulative, total = [], 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            label = "+Inf" if bound == float("inf") else repr(bound)
-            cumulative.append((label, float(total)))
-        return cumulative, self._sum
+        labels = [*map(repr, self._bounds), "+Inf"]
+        cumulative = self._counts.cumsum().astype(float).tolist()
+        return list(zip(labels, cumulative, strict=True)), self._sum
 
 
 class PrometheusObserver:
@@ -173,9 +179,8 @@ class PrometheusObserver:
         self._prefill_tokens += report.num_prefill_tokens
         self._generation_tokens += report.num_sampled_tokens
 
-    def on_token_interval(self, seconds: float, num_tokens: int) -> None:
-        if num_tokens > 0:
-            self._inter_token.observe(seconds / num_tokens, num_tokens)
+    def on_token_intervals(self, seconds: NDArray[np.float64]) -> None:
+        self._inter_token.observe_all(seconds)
 
     def on_finish(self, report: RequestReport) -> None:
         timeline, usage = report.timeline, report.usage

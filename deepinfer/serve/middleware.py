@@ -32,7 +32,7 @@ log = logging.getLogger("deepinfer.serve")
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_LEFT = 499  # nginx's number; nobody is there to read it, the log and the counters have it
 _GOOD_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # machines ask every few seconds
 _EXPOSED = "x-request-id, x-deepinfer-timeline, retry-after"
 
 
@@ -86,7 +86,7 @@ def _note(request: web.Request, status: int, start_s: float) -> None:
     if METRICS in request.app:
         method = request.method if resource is not None else "other"
         request.app[METRICS].on_http(method, path, status)
-    level = logging.DEBUG if path in _QUIET and status < 400 else logging.INFO
+    level = logging.DEBUG if path in _QUIET and status in (200, 503) else logging.INFO
     failure = request.get(FAILURE)
     log.log(
         level,

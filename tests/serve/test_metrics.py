@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -87,7 +88,8 @@ def test_what_the_engine_reports() -> None:
             host_s=0.0003,
         )
     )
-    as_protocol.on_token_interval(0.06, 3)
+    as_protocol.on_token_intervals(np.array([0.02, 0.02, 0.02]))
+    as_protocol.on_token_intervals(np.array([]))
     as_protocol.on_cancel("abandoned")
     as_protocol.on_loop_lag(0.003)
     as_protocol.on_finish(
@@ -138,6 +140,14 @@ def test_a_value_on_a_bound_belongs_to_its_bucket() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 3.0):
         histogram.observe(value)
     assert histogram.buckets() == ([("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)], 8.0)
+    histogram.observe_all(np.array([0.5, 1.0, 1.5, 2.0, 3.0]))
+    assert histogram.buckets() == ([("1.0", 4.0), ("2.0", 8.0), ("+Inf", 10.0)], 16.0)
+
+
+def test_it_observes_all_that_an_engine_reports() -> None:
+    reports = {name for name in vars(Observer) if name.startswith("on_")}
+    assert len(reports) >= 5
+    assert reports <= set(vars(PrometheusObserver))
 
 
 def test_two_observers_share_nothing() -> None:
