@@ -109,8 +109,9 @@ class LLM:
                 "chat_template='file.jinja'.",
                 "chat_template",
             )
-        single = bool(conversations) and isinstance(conversations[0], Mapping)
-        many = [conversations] if single else conversations
+        many: list[Any] = list(conversations)
+        if many and isinstance(many[0], Mapping):
+            many = [many]
         encode = self._engine.tokenizer.encode_rendered
         prompts = [encode(template.render(messages)) for messages in many]
         return self.generate(prompts, params, progress=progress)
@@ -121,12 +122,17 @@ class LLM:
             return
         _refuse_inside_a_loop()
         try:
-            self._call(self._engine.aclose())
+            self._call(self._shut_down())
         finally:
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    async def _shut_down(self) -> None:
+        await self._engine.aclose()
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
 
     def __enter__(self) -> Self:
         return self

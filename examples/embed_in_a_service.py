@@ -1,6 +1,6 @@
 """An aiohttp service with routes of its own that has an engine inside.
 
-    python examples/embed_in_a_service.py --port 8080
+    .venv/bin/python examples/embed_in_a_service.py --port 8080
     curl -N 'http://127.0.0.1:8080/explain?topic=tides'
     curl -X POST --data-binary @README.md http://127.0.0.1:8080/headline
 

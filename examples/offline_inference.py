@@ -1,7 +1,7 @@
 """Answers a batch of questions and prints them, with a progress bar on the way.
 
-    python examples/offline_inference.py
-    python examples/offline_inference.py --model /models/Qwen3-0.6B --max-tokens 200
+    .venv/bin/python examples/offline_inference.py
+    .venv/bin/python examples/offline_inference.py --model /models/Qwen3-0.6B --max-tokens 200
 
 `LLM` brings its own event loop, so this is all a script needs. The prompts share the engine's
 batch: 32 of them take a fraction of the time that one after another would.
