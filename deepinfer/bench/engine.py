@@ -1,0 +1,207 @@
+"""Throughput and latency of a model on this machine, beside transformers in the same run.
+
+Closed loop: at concurrency C, C requests of `--input-tokens` random ids each start together and
+answer `--output-tokens`; the next round starts when all are done. transformers' `generate` gets the
+same ids as one batch. Rounds of the two alternate, so that both see the same machine.
+
+    output tokens/s   all output tokens / wall time of the round
+    TTFT              submission to a request's first token; the mean over requests and rounds
+    TPOT              time between a request's tokens after its first; the mean likewise
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from deepinfer.config import EngineConfig
+from deepinfer.types import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.engine import Engine
+
+Prompts = list[list[int]]
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """One round of one system."""
+
+    system: str
+    concurrency: int
+    output_tokens_per_s: float
+    ttft_s: float
+    tpot_s: float
+    cpu_s: float  # of the whole process, all threads
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="deepinfer bench engine", description=__doc__)
+    parser.add_argument("--model", default="", help="GGUF file or directory; default: embedded")
+    parser.add_argument("--dtype", nargs="+", default=["auto"], help="measured one after the other")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--without-transformers", action="store_true")
+    parsed = parser.parse_args(arguments)
+    systems: dict[str, Callable[[Prompts], Round]] = {}
+    with asyncio.Runner() as runner:
+        engines = [_start(runner, parsed, dtype) for dtype in parsed.dtype]
+        for dtype, engine in zip(parsed.dtype, engines, strict=True):
+            systems[f"deepinfer {dtype}"] = _ours(runner, engine, f"deepinfer {dtype}", parsed)
+        if not parsed.without_transformers:
+            name, model = _load_transformers(parsed.model)
+            systems[name] = _theirs(model, name, parsed)
+        rounds = _measure(systems, parsed)
+        for engine in engines:
+            runner.run(engine.aclose())
+    document = {
+        "benchmark": "engine",
+        "input_tokens": parsed.input_tokens,
+        "output_tokens": parsed.output_tokens,
+        "rounds": [msgspec.to_builtins(one) for one in rounds],
+    }
+    print(json.dumps(document))
+    return 0
+
+
+def _measure(systems: dict[str, Callable[[Prompts], Round]], parsed: Any) -> list[Round]:
+    random = np.random.default_rng(0)
+    rounds: list[Round] = []
+
+    def prompts(number: int) -> Prompts:
+        drawn: Prompts = random.integers(100, 40_000, (number, parsed.input_tokens)).tolist()
+        return drawn
+
+    for run in systems.values():
+        run(prompts(1))  # warm-up
+    print(f"\n{parsed.input_tokens} tokens in, {parsed.output_tokens} out\n")
+    heads = ("concurrency", "tokens/s", "TTFT ms", "TPOT ms", "CPU s")
+    print(f"{'system':<24}" + "".join(f"{head:>12}" for head in heads))
+    for concurrency in parsed.concurrency:
+        here: dict[str, list[Round]] = {name: [] for name in systems}
+        for _ in range(parsed.rounds):
+            for name, run in systems.items():
+                here[name].append(run(prompts(concurrency)))
+        for name, measured in here.items():
+            rounds += measured
+            _print_row(name, concurrency, measured)
+    return rounds
+
+
+def _print_row(name: str, concurrency: int, measured: list[Round]) -> None:
+    def median(field: str) -> float:
+        return statistics.median(getattr(one, field) for one in measured)
+
+    print(
+        f"{name:<24}{concurrency:>12}{median('output_tokens_per_s'):>12.1f}"
+        f"{1000 * median('ttft_s'):>12.0f}{1000 * median('tpot_s'):>12.1f}{median('cpu_s'):>12.1f}",
+        flush=True,
+    )
+
+
+def _round(name: str, prompts: Prompts, parsed: Any, run: Callable[[], list[list[float]]]) -> Round:
+    """`run` returns, for each request, the times of its tokens (clock readings)."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    times = run()
+    wall_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+    outputs = parsed.output_tokens
+    assert all(len(one) == outputs for one in times), "a request ended early"
+    return Round(
+        system=name,
+        concurrency=len(prompts),
+        output_tokens_per_s=len(prompts) * outputs / wall_s,
+        ttft_s=statistics.mean(one[0] - begin for one in times),
+        tpot_s=statistics.mean((one[-1] - one[0]) / max(1, outputs - 1) for one in times),
+        cpu_s=cpu_s,
+    )
+
+
+# --- ours ---
+
+
+def _start(runner: asyncio.Runner, parsed: Any, dtype: str) -> Engine:
+    from deepinfer.engine import Engine
+
+    engine = Engine(EngineConfig(model=parsed.model, dtype=dtype))  # type: ignore[arg-type]
+    runner.run(engine.start())
+    print("\n".join(engine.explain()))
+    return engine
+
+
+def _ours(
+    runner: asyncio.Runner, engine: Engine, name: str, parsed: Any
+) -> Callable[[Prompts], Round]:
+    params = SamplingParams(temperature=0.0, max_tokens=parsed.output_tokens, ignore_eos=True)
+
+    async def one(prompt: list[int]) -> list[float]:
+        times: list[float] = []
+        async for delta in engine.generate(prompt, params):
+            times += [time.perf_counter()] * len(delta.token_ids)
+        return times
+
+    async def every(prompts: Prompts) -> list[list[float]]:
+        return list(await asyncio.gather(*map(one, prompts)))
+
+    return lambda prompts: _round(name, prompts, parsed, lambda: runner.run(every(prompts)))
+
+
+# --- transformers ---
+
+
+def _load_transformers(model: str) -> tuple[str, Any]:
+    """In float32, which is what it computes fastest in on a CPU without bfloat16 units."""
+    import torch
+    import transformers
+
+    from deepinfer.runtime.weights import embedded_model_path
+
+    path = Path(model) if model else embedded_model_path()
+    print(f"loading {path.name} with transformers {transformers.__version__} ...", flush=True)
+    where: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    source = path.parent if path.is_file() else path
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, **where
+    ).eval()
+    return f"transformers {transformers.__version__}", loaded
+
+
+def _theirs(model: Any, name: str, parsed: Any) -> Callable[[Prompts], Round]:
+    import torch
+    from transformers import StoppingCriteria
+
+    class Stamps(StoppingCriteria):  # type: ignore[misc]
+        """Is called after every token of the batch; notes the time and never stops."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def generate(prompts: Prompts) -> list[list[float]]:
+        stamps = Stamps()
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=parsed.output_tokens,
+                min_new_tokens=parsed.output_tokens,
+                stopping_criteria=[stamps],
+                pad_token_id=0,
+            )
+        return [stamps.times] * len(prompts)
+
+    return lambda prompts: _round(name, prompts, parsed, lambda: generate(prompts))
