@@ -52,13 +52,24 @@ TIMELINE = Timeline(
 )
 
 
-def build_byte_tokenizer() -> Tokenizer:
+def build_byte_backend() -> tokenizers.Tokenizer:
+    """One token a byte, and ChatML's two special tokens."""
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return Tokenizer(backend, eos_token_ids=[backend.token_to_id("<|im_end|>")])
+    return backend
+
+
+@pytest.fixture
+def byte_backend() -> tokenizers.Tokenizer:
+    return build_byte_backend()
+
+
+@pytest.fixture
+def chat_template_source() -> str:
+    return CHATML
 
 
 class ScriptedStream:
@@ -131,7 +142,9 @@ class ScriptedEngine:
     max_model_len = 512
 
     def __init__(self) -> None:
-        self.tokenizer = build_byte_tokenizer()
+        backend = build_byte_backend()
+        end = backend.token_to_id("<|im_end|>")
+        self.tokenizer = Tokenizer(backend, eos_token_ids=[end])
         self.chat_template: ChatTemplate | None = ChatTemplate(CHATML, self.tokenizer)
         self.state = EngineState.READY
         self.answer = "Hello, world."
@@ -269,7 +282,7 @@ class Front:
 
     def __init__(
         self,
-        engine: ScriptedEngine,
+        engine: Any,
         server: RunningServer,
         session: aiohttp.ClientSession,
         observer: PrometheusObserver,
@@ -310,13 +323,19 @@ ServeFront = Callable[..., contextlib.AbstractAsyncContextManager[Front]]
 
 @pytest.fixture
 def serve(engine: ScriptedEngine) -> ServeFront:
-    """Starts a server with these settings; on a free port unless they say a Unix socket."""
+    """Starts a server with these settings, on a free port unless they say a Unix socket."""
 
     @contextlib.asynccontextmanager
-    async def start(clock: Any = None, **settings: Any) -> AsyncIterator[Front]:
+    async def start(
+        clock: Any = None,
+        other_engine: Any = None,
+        observer: PrometheusObserver | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Front]:
         config = ServerConfig(**{"port": 0, "shutdown_timeout_s": 5.0} | settings)
-        observer = PrometheusObserver()
-        app = create_app(engine, config, observer, clock=clock)
+        observer = observer or PrometheusObserver()
+        serving = other_engine or engine
+        app = create_app(serving, config, observer, clock=clock)
         tls = (
             ssl.create_default_context(cafile=config.tls_cert_file)
             if config.tls_cert_file
@@ -328,7 +347,7 @@ def serve(engine: ScriptedEngine) -> ServeFront:
             )
             address = "http://localhost" if config.uds else server.url
             async with aiohttp.ClientSession(address, connector=connector) as session:
-                yield Front(engine, server, session, observer)
+                yield Front(serving, server, session, observer)
 
     return start
 
