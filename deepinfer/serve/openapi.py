@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from deepinfer.serve.endpoint import Endpoint
-from deepinfer.serve.protocol import ErrorResponse
+from deepinfer.serve.protocol import ErrorResponse, GenerationRequest
+from deepinfer.serve.requests import NOT_SERVED
 
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
@@ -30,6 +31,9 @@ def build_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
+    for endpoint in endpoints:
+        if _is_generation(endpoint.body):
+            _mark_not_served(components[endpoint.body.__name__])
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
@@ -49,6 +53,20 @@ def build_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _is_generation(body: Any) -> bool:
+    return isinstance(body, type) and issubclass(body, GenerationRequest)
+
+
+def _mark_not_served(component: dict[str, Any]) -> None:
+    """Says of fields that are refused by name which values pass."""
+    for field, neutral in NOT_SERVED.items():
+        if field in component["properties"]:
+            passing = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
+            component["properties"][field]["description"] = (
+                f"Not supported yet: refused unless it is {passing}."
+            )
 
 
 def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions only
 _SEED_LIMIT = 2**64
 
 # Field -> the values with which it asks for nothing.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
@@ -65,7 +65,7 @@ CHAT_FIELDS = COMPLETION_FIELDS | {"prompt": "messages", "logprobs": "top_logpro
 
 def check_common(request: GenerationRequest, max_n: int) -> int:
     """Refuses what is not served and returns the number of answers per prompt."""
-    _refuse_not_served(request, _NOT_SERVED, "")
+    _refuse_not_served(request, NOT_SERVED, "")
     n = 1 if request.n is None else request.n
     if not 1 <= n <= max_n:
         raise RequestError(f"n is {n}; it must lie in [1, {max_n}].", "n")

@@ -116,6 +116,14 @@ async def test_document_has_no_dangling_references(front: Any) -> None:
     assert names <= set(schemas)
 
 
+async def test_document_says_what_is_not_served(front: Any) -> None:
+    schemas = (await front.get("/openapi.json")).json["components"]["schemas"]
+    tools = schemas["ChatCompletionRequest"]["properties"]["tools"]
+    assert tools["description"] == "Not supported yet: refused unless it is null or []."
+    assert "description" not in schemas["ChatCompletionRequest"]["properties"]["n"]
+    assert "Not supported" in schemas["CompletionRequest"]["properties"]["suffix"]["description"]
+
+
 async def test_documented_ranges_are_the_enforced_ones(front: Any) -> None:
     schemas = (await front.get("/openapi.json")).json["components"]["schemas"]
     checked = 0
