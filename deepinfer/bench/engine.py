@@ -100,7 +100,7 @@ def _measure(systems: dict[str, Callable[[Prompts], Round]], parsed: Any) -> lis
 
 def _print_row(name: str, concurrency: int, measured: list[Round]) -> None:
     def median(field: str) -> float:
-        return statistics.median(getattr(one, field) for one in measured)
+        return float(statistics.median(getattr(one, field) for one in measured))
 
     print(
         f"{name:<24}{concurrency:>12}{median('output_tokens_per_s'):>12.1f}"
@@ -169,9 +169,8 @@ def _load_transformers(model: str) -> tuple[str, Any]:
     print(f"loading {path.name} with transformers {transformers.__version__} ...", flush=True)
     where: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     source = path.parent if path.is_file() else path
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, **where
-    ).eval()
+    # from_pretrained leaves the model in evaluation mode.
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
     return f"transformers {transformers.__version__}", loaded
 
 
@@ -179,7 +178,7 @@ def _theirs(model: Any, name: str, parsed: Any) -> Callable[[Prompts], Round]:
     import torch
     from transformers import StoppingCriteria
 
-    class Stamps(StoppingCriteria):  # type: ignore[misc]
+    class Stamps(StoppingCriteria):
         """Is called after every token of the batch; notes the time and never stops."""
 
         def __init__(self) -> None:

@@ -43,7 +43,9 @@ async def _measure(parsed: Any) -> dict[str, Any]:
     async with Engine(EngineConfig(model=parsed.model)) as engine:
 
         async def consume(num_tokens: int, params: SamplingParams) -> None:
-            async for _ in engine.generate(random.integers(100, 40_000, num_tokens), params):
+            async for _ in engine.generate(
+                random.integers(100, 40_000, num_tokens).tolist(), params
+            ):
                 pass
 
         long = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)

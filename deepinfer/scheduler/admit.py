@@ -1,7 +1,8 @@
 """Admission: who leaves the waiting room for a slot, and with which part of its prompt cached.
 
 A sequence is admitted when all of its known tokens fit beside what those already admitted still
-need, so an admitted prompt is never stuck half-way. The first that does not fit is passed by later
+need. So prompts never dead-lock half-way: whoever decodes may take blocks that were promised, but
+once it ends or is preempted the promise holds again. The first that does not fit is passed by later
 ones, but at most `max_skips` times: then everybody waits until it fits.
 """
 

@@ -24,11 +24,9 @@ def plan(state: SchedulerState, now: float) -> StepPlan | None:
     """The next step, or None if nobody can compute anything now."""
     decode = _decoding_slots(state, now)
     prefill, counts = _prefill_chunks(state, len(decode))
-    if not len(decode) and not prefill:
-        prefill, counts = _break_deadlock(state, now)
-        if not prefill:
-            return None
     if not prefill:
+        if not len(decode):
+            return None
         return _record(state, decode, np.ones(len(decode), np.int64))
     slots = np.concatenate([decode, np.array(prefill, np.int64)])
     return _record(state, slots, np.array([1] * len(decode) + counts, np.int64))
@@ -79,17 +77,6 @@ def _prefill_chunks(state: SchedulerState, num_decode: int) -> tuple[list[int], 
         counts.append(count)
         left -= count
     return chosen, counts
-
-
-def _break_deadlock(state: SchedulerState, now: float) -> tuple[list[int], list[int]]:
-    """Prefilling sequences hold all blocks and none can go on: the cheapest make room."""
-    chunks: tuple[list[int], list[int]] = ([], [])
-    while state.prefilling and not chunks[0] and not state.slots.in_flight.any():
-        victim = choose_victim(state.slots, state.pool)
-        assert victim is not None, "sequences wait for blocks that nobody holds"
-        state.preempt(victim, now)
-        chunks = _prefill_chunks(state, 0)
-    return chunks
 
 
 def _record(state: SchedulerState, rows: Int64Array, counts: Int64Array) -> StepPlan:

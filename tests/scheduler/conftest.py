@@ -54,9 +54,10 @@ class Rig:
             hit_alignment_tokens=hit_alignment_tokens,
         )
         self.clock = VirtualClock()
+        self.plans: list[StepPlan] = []
         self.next_token = hashed_next_token(VOCAB_SIZE)
         self.device = ScriptedDevice(
-            spec, num_blocks, num_slots, self.next_token, self.clock, step_time
+            spec, num_blocks, num_slots, self.next_token, self.clock, self._step_time(step_time)
         )
         self.state = SchedulerState(
             spec,
@@ -66,12 +67,28 @@ class Rig:
             Policy(**(settings | policy)),  # type: ignore[arg-type]
             prefix_caching,
         )
-        self.delivered: list[ScheduledSequence] = []
-        self.loop = StepLoop(self.state, self.device, self.clock, self.delivered.extend)
+        self.token_times: dict[str, list[float]] = {}
+        self.loop = StepLoop(self.state, self.device, self.clock, self._deliver)
         self._run = self.loop.run_overlapped if overlap else self.loop.run_plain
         self._ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
         self.max_model_len = max_model_len
+
+    def _step_time(self, duration: Callable[[StepPlan], float]) -> Callable[[StepPlan], float]:
+        def noted(plan: StepPlan) -> float:
+            self.plans.append(plan)
+            return duration(plan)
+
+        return noted
+
+    def _deliver(self, sequences: list[ScheduledSequence]) -> None:
+        """Notes when each token came."""
+        for sequence in sequences:
+            times = self.token_times.setdefault(sequence.id, [])
+            times += [self.clock.now()] * (len(sequence.new_token_ids) - len(times))
+
+    def longest_gap(self, sequence: ScheduledSequence) -> float:
+        return float(np.diff(self.token_times[sequence.id]).max())
 
     def sequence(
         self,
@@ -98,7 +115,9 @@ class Rig:
         )
         return ScheduledSequence(request, root_key("model", BLOCK_TOKENS), stop_check)
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> ScheduledSequence:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int = 8, **more: object
+    ) -> ScheduledSequence:
         sequence = self.sequence(prompt, max_tokens, **more)  # type: ignore[arg-type]
         self.state.submit(sequence)
         self.loop.wake()

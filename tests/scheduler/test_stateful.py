@@ -39,9 +39,7 @@ class SchedulerLife(RuleBasedStateMachine):
         budget=st.integers(8, 40),
         beside=st.integers(1, 16),
     )
-    def build(
-        self, num_blocks, num_slots, overlap, prefix_caching, replay_tokens, budget, beside
-    ):
+    def build(self, num_blocks, num_slots, overlap, prefix_caching, replay_tokens, budget, beside):
         self.rig = self.rig_class(
             num_blocks=num_blocks,
             num_slots=num_slots,
