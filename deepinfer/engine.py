@@ -46,7 +46,7 @@ from deepinfer.types import FinishReason, Request, SamplingParams
 if TYPE_CHECKING:
     from deepinfer.runtime.build import BuiltDevice
 
-LAG_INTERVAL_S = 0.05  # how often the event loop's delay is measured
+BEAT_INTERVAL_S = 0.05  # how often the event loop's delay is measured
 LAG_MEMORY = 0.98  # per interval, how slowly the worst delay is forgotten
 
 
@@ -77,6 +77,7 @@ class Engine:
         self._numbers = itertools.count()
         self._lag_s = 0.0
         self._tokens_per_s = 0.0
+        self._loading: asyncio.Task[BuiltDevice] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
 
@@ -88,13 +89,19 @@ class Engine:
             raise EngineClosedError(f"start() on an engine that is {self._state}; make a new one.")
         self._state = EngineState.LOADING
         self._event_loop = asyncio.get_running_loop()
+        self._loading = self._event_loop.create_task(
+            asyncio.to_thread(self._load), name="deepinfer load"
+        )
         try:
-            built = await asyncio.to_thread(self._load)
+            built = await asyncio.shield(self._loading)
+        except asyncio.CancelledError:
+            self._state = EngineState.CLOSED
+            raise
         except BaseException as error:
-            self._state, self._failure = EngineState.FAILED, error
+            if self._state is EngineState.LOADING:
+                self._state, self._failure = EngineState.FAILED, error
             raise
         if self._state is not EngineState.LOADING:  # closed meanwhile
-            await built.device.close()
             raise EngineClosedError("The engine was closed while it was loading.")
         self._assemble(built)
         self._state = EngineState.READY
@@ -133,8 +140,9 @@ class Engine:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        was, self._state = self._state, EngineState.CLOSED
-        if was in (EngineState.NEW, EngineState.LOADING) or not self._tasks:
+        self._state = EngineState.CLOSED
+        if not self._tasks:
+            await self._close_unstarted()
             return
         for sequence in list(self._live):
             self.cancel(sequence, "shutdown")
@@ -143,6 +151,13 @@ class Engine:
         stepping, beating = self._tasks
         beating.cancel()
         await asyncio.gather(stepping, beating, return_exceptions=True)
+
+    async def _close_unstarted(self) -> None:
+        """A thread that loads cannot be stopped: waits for what it brings, and closes that."""
+        if self._loading is not None:
+            (built,) = await asyncio.gather(self._loading, return_exceptions=True)
+            if not isinstance(built, BaseException):
+                await built.device.close()
 
     def _load(self) -> BuiltDevice:
         """Blocks; runs in a thread."""
@@ -177,15 +192,16 @@ class Engine:
         steps = self._loop.run_overlapped if self.config.overlap else self._loop.run_plain
         self._tasks = [
             self._event_loop.create_task(steps(), name="deepinfer steps"),
-            self._event_loop.create_task(self._measure_lag(), name="deepinfer lag"),
+            self._event_loop.create_task(self._beat(), name="deepinfer beat"),
         ]
         self._tasks[0].add_done_callback(self._steps_ended)
 
     def _steps_ended(self, task: asyncio.Task[None]) -> None:
         """The step loop returns only when told to; if it did not, the engine is beyond repair."""
-        if self._state is EngineState.CLOSED or task.cancelled() or task.exception() is None:
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if self._state is EngineState.CLOSED or failure is None:
             return
-        self._state, self._failure = EngineState.FAILED, task.exception()
+        self._state, self._failure = EngineState.FAILED, failure
         error = EngineError(f"The engine failed and must be restarted: {self._failure!r}.")
         error.__cause__ = self._failure
         for sequence in list(self._live):
@@ -387,14 +403,22 @@ class Engine:
             )
         )
 
-    async def _measure_lag(self) -> None:
-        """How late the event loop runs what is due: what a blocked loop does to everybody."""
+    async def _beat(self) -> None:
+        """Measures how late the event loop runs what is due: what blocking it does to everybody.
+
+        Also ends requests whose deadline passes while a long step keeps the step loop waiting.
+        """
         while True:
-            due_s = self._clock.now() + LAG_INTERVAL_S
+            due_s = self._clock.now() + BEAT_INTERVAL_S
             await self._clock.sleep_until(due_s)
-            lag_s = max(0.0, self._clock.now() - due_s)
+            now = self._clock.now()
+            lag_s = max(0.0, now - due_s)
             self._lag_s = max(lag_s, self._lag_s * LAG_MEMORY)
             self._observer.on_loop_lag(lag_s)
+            expired = self._scheduler.expire(now)
+            if expired:
+                self._deliver(expired)
+                self._loop.wake()
 
     def _require_loaded(self) -> None:
         if not self._tasks:
@@ -438,9 +462,12 @@ def _chat_template_source(config: EngineConfig, own: str | None) -> str | None:
 
 def _token_ids(prompt: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """The checked prompt: not empty, every id one that the model has."""
-    if not len(prompt):
+    try:
+        wide = np.asarray(prompt)
+    except ValueError:  # lists of different lengths
+        wide = np.empty((0, 0))
+    if wide.shape == (0,):
         raise RequestError("The prompt is empty; give at least one token.", "prompt")
-    wide = np.asarray(prompt)
     if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
         raise RequestError("The prompt is neither a text nor a list of token ids.", "prompt")
     if wide.min() < 0 or wide.max() >= vocab_size:

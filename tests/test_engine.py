@@ -1,0 +1,537 @@
+"""The engine as an embedding program meets it: admission, refusals, seeds, life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepinfer.config import EngineConfig
+from deepinfer.engine import Engine
+from deepinfer.errors import (
+    ConfigError,
+    DrainingError,
+    EngineClosedError,
+    EngineError,
+    ModelError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+from deepinfer.types import FinishReason, SamplingParams
+
+StartEngine = Callable[..., Awaitable[Any]]
+MakeEngine = Callable[..., Any]
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+async def ids_of(stream: Any) -> list[int]:
+    return [token_id async for delta in stream for token_id in delta.token_ids]
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        (np.zeros(0, np.int32), "empty"),
+        ([5, -1], r"token id -1; .* 0 to 259"),
+        ([5, 260], r"token id 260; .* 0 to 259"),
+        ([2**40], "token id 1099511627776"),
+        ([1.5], "neither a text nor a list of token ids"),
+        (["a", "b"], "neither"),
+        ([True], "neither"),
+        ([[1, 2]], "neither"),
+        ([[1], [2, 3]], "neither"),
+        (b"bytes", "neither"),
+        (7, "neither"),
+        (None, "neither"),
+    ],
+)
+async def test_a_prompt_that_is_none_is_refused(
+    start_engine: StartEngine, prompt: Any, message: str
+) -> None:
+    engine = await start_engine()
+    with pytest.raises(RequestError, match=message) as caught:
+        engine.generate(prompt)
+    assert caught.value.field == "prompt"
+    assert engine.stats().num_waiting == 0
+
+
+async def test_a_prompt_may_be_any_sequence_of_integers(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    expected = engine.alone("Hi", 4)
+    changing = [72, 105]
+    stream = engine.generate(changing, SHORT)
+    changing[0] = 0
+    assert await ids_of(stream) == expected, "it was copied"
+    for prompt in ("Hi", (72, 105), np.array([72, 105], np.int64), np.array([72, 105], np.uint8)):
+        assert await ids_of(engine.generate(prompt, SHORT)) == expected
+
+
+async def test_a_prompt_that_is_too_long_is_told_both_numbers(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_model_len=32)
+    with pytest.raises(PromptTooLongError, match=r"32 tokens, but at most 31") as caught:
+        engine.generate([1] * 32)
+    assert (caught.value.prompt_tokens, caught.value.limit_tokens) == (32, 31)
+    assert len(await ids_of(engine.generate([1] * 31, SHORT))) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -1.0),
+        ("top_k", -2),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("logprobs", 21),
+        ("seed", 2**64),
+        ("stop", ("",)),
+        ("stop", ("x",) * 17),
+        ("stop_token_ids", (260,)),
+        ("stop_token_ids", (-1,)),
+    ],
+)
+async def test_a_parameter_out_of_range_is_refused_by_name(
+    start_engine: StartEngine, field: str, value: Any
+) -> None:
+    engine = await start_engine()
+    with pytest.raises(RequestError) as caught:
+        engine.generate("Hi", SamplingParams(**{field: value}))
+    assert caught.value.field == field
+    assert engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+async def test_a_deadline_in_the_past_is_refused(
+    start_engine: StartEngine, timeout_s: float
+) -> None:
+    engine = await start_engine()
+    with pytest.raises(RequestError, match="positive"):
+        engine.generate("Hi", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("bound", "message"),
+    [
+        ({"max_waiting_requests": 2}, "2 requests with 4 tokens are waiting"),
+        ({"max_waiting_tokens": 5}, r"holds 1024 requests and 5 tokens"),
+    ],
+)
+async def test_a_full_queue_refuses_and_says_when_to_come_back(
+    start_engine: StartEngine, bound: dict[str, int], message: str
+) -> None:
+    engine = await start_engine(max_num_seqs=1, **bound)
+    engine.device.hold()
+    running = engine.generate("run", SHORT)
+    await engine.turn(10)
+    waiting = [engine.generate("wa", SHORT), engine.generate("it", SHORT)]
+    with pytest.raises(QueueFullError, match=message) as caught:
+        engine.generate("no", SHORT)
+    assert caught.value.retry_after_s > 0
+    engine.device.release()
+    results = await asyncio.gather(*map(ids_of, [running, *waiting]))
+    assert results == [engine.alone(prompt, 4) for prompt in ("run", "wa", "it")]
+    assert await ids_of(engine.generate("no", SHORT)) == engine.alone("no", 4), "room again"
+
+
+async def test_one_request_alone_may_exceed_the_queue_of_tokens(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_waiting_tokens=5)
+    assert len(await ids_of(engine.generate("longer than five", SHORT))) == 4
+
+
+# --- lengths, priorities, defaults ---
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1000])
+async def test_an_answer_ends_where_the_context_does(
+    start_engine: StartEngine, max_tokens: int | None
+) -> None:
+    engine = await start_engine(max_model_len=20)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    deltas = [delta async for delta in engine.generate("prompt", params)]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].usage.completion_tokens == 20 - len("prompt")
+
+
+async def test_the_more_important_request_goes_first(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_num_seqs=1)
+    streams = [
+        engine.generate("a", SHORT, priority=5, request_id="late"),
+        engine.generate("b", SHORT, priority=-5, request_id="early"),
+    ]
+    await asyncio.gather(*map(ids_of, streams))
+    assert list(engine.witness.finished) == ["early", "late"]
+
+
+async def test_cached_prefixes_are_shared_unless_the_salts_differ(
+    start_engine: StartEngine,
+) -> None:
+    engine = await start_engine()
+
+    async def cached(salt: str) -> int:
+        stream = engine.generate("a prompt of some length", SHORT, cache_salt=salt)
+        return [delta async for delta in stream][-1].usage.cached_tokens
+
+    assert [await cached(salt) for salt in ("", "", "mine", "mine")] == [0, 20, 0, 20]
+
+
+async def test_defaults_are_what_the_checkpoint_recommends(start_engine: StartEngine) -> None:
+    stored = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": 1}
+    engine = await start_engine(checkpoint={"generation_config": stored})
+    assert engine.default_params() == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    stream = engine.generate("Hi")
+    await anext(stream)
+    assert engine.device.starts[0].params == engine.default_params()
+    await stream.aclose()
+    greedy = await start_engine(checkpoint={"generation_config": {"temperature": None}})
+    assert greedy.default_params() == SamplingParams()
+
+
+# --- seeds ---
+
+
+async def seeds(start_engine: StartEngine, seed: int) -> list[int]:
+    engine = await start_engine(seed=seed)
+    for params in (SHORT, SHORT, SamplingParams(max_tokens=1, seed=7)):
+        await ids_of(engine.generate("same", params))
+    return [start.seed for start in engine.device.starts]
+
+
+async def test_requests_get_their_own_seeds_and_an_engine_repeats_them(
+    start_engine: StartEngine,
+) -> None:
+    first, again, other = [await seeds(start_engine, seed) for seed in (1, 1, 2)]
+    assert first == again
+    assert len({*first[:2], *other[:2]}) == 4, "all drawn ones differ"
+    assert first[2] == other[2] == 7, "the request's own one counts"
+
+
+# --- what the observer is told ---
+
+
+async def test_reports_add_up(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_num_seqs=3, enable_prefix_caching=False)
+    prompts = [f"{number} prompt" for number in range(7)]
+    params = [SamplingParams(max_tokens=n + 1, ignore_eos=True) for n in range(7)]
+    await asyncio.gather(*map(ids_of, map(engine.generate, prompts, params)))
+    await engine.settle()
+    seen = engine.witness
+    reports = list(seen.finished.values())
+    completion_tokens = sum(report.usage.completion_tokens for report in reports)
+    assert completion_tokens == sum(range(1, 8)) == sum(s.num_sampled_tokens for s in seen.steps)
+    assert seen.num_intervals == completion_tokens - len(reports)
+    assert sum(report.usage.prompt_tokens for report in reports) == 7 * len(prompts[0])
+    # A prompt's last token is computed once, and each token but the last of an answer.
+    computed = sum(step.num_prefill_tokens + step.num_decode_tokens for step in seen.steps)
+    assert computed >= 7 * len(prompts[0]) + completion_tokens - 7
+    assert [step.number for step in seen.steps] == list(range(1, engine.stats().num_steps + 1))
+    assert seen.cancels == []
+    for report in reports:
+        timeline = report.timeline
+        assert timeline.total_s == timeline.queued_s + timeline.prefill_s + timeline.decode_s
+
+
+async def test_the_event_loops_delay_is_measured(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    await engine.turn(2)
+    engine.clock.advance(0.3)  # nobody could run for 0.3 s
+    await engine.turn(2)
+    assert engine.witness.lags_s == [pytest.approx(0.25)]
+    assert engine.stats().loop_lag_s == pytest.approx(0.25)
+
+
+# --- draining ---
+
+
+async def test_draining_refuses_newcomers_and_lets_the_others_finish(
+    start_engine: StartEngine,
+) -> None:
+    engine = await start_engine(max_num_seqs=1)
+    engine.device.hold()
+    streams = [engine.generate("running", SHORT), engine.generate("waiting", SHORT)]
+    await engine.turn(10)
+    drains = [asyncio.create_task(engine.drain(60.0)) for _ in range(2)]
+    await engine.turn()
+    assert engine.state == "draining"
+    with pytest.raises(DrainingError, match="shutting down") as caught:
+        engine.generate("new", SHORT)
+    assert caught.value.retry_after_s > 0
+    engine.device.release()
+    assert [len(await ids_of(stream)) for stream in streams] == [4, 4]
+    assert await asyncio.gather(*drains) == [True, True]
+    assert engine.witness.cancels == []
+    assert await engine.drain(), "again, at once"
+
+
+async def test_a_drain_that_takes_too_long_cuts_the_rest_off(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    engine.device.hold()
+    stream = engine.generate("slow", SHORT)
+    await engine.turn(10)
+    assert await engine.drain(0.0) is False
+    assert engine.stats().num_blocks_held == 0
+    (last,) = [delta async for delta in stream]
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert engine.witness.cancels == ["shutdown"]
+    await engine.settle()
+
+
+async def test_draining_an_idle_engine_is_done_at_once(start_engine: StartEngine) -> None:
+    engine = await start_engine(drain_timeout_s=0.0)
+    assert await engine.drain() is True
+
+
+# --- before, after, again ---
+
+
+async def test_outside_of_its_life_it_says_so(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for ask in (lambda: engine.generate("Hi"), engine.explain, lambda: engine.tokenizer):
+        with pytest.raises(EngineClosedError, match=r"is new; it answers between start\(\)"):
+            ask()
+    assert engine.stats().num_blocks == 0
+    async with engine:
+        assert engine.state == "ready"
+        assert engine.explain()[0] == "model: a script"
+        with pytest.raises(EngineClosedError, match="start"):
+            await engine.start()
+        await ids_of(engine.generate("Hi", SHORT))
+    assert (engine.state, engine.closed) == ("closed", True)
+    with pytest.raises(EngineClosedError, match="is closed"):
+        engine.generate("Hi")
+    with pytest.raises(EngineClosedError, match="make a new one"):
+        await engine.start()
+    await engine.aclose()
+
+
+async def test_an_engine_that_never_started_can_be_closed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    await engine.aclose()
+    with pytest.raises(EngineClosedError):
+        await engine.start()
+
+
+def test_a_wrong_setting_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Engine(EngineConfig(max_num_seqs=0))
+    assert caught.value.field == "max_num_seqs"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+async def test_closing_while_the_device_is_busy_ends_every_request(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    engine = await start_engine(max_num_seqs=1, overlap=overlap)
+    engine.device.hold()
+    running = asyncio.create_task(ids_of(engine.generate("running")))
+    waiting = asyncio.create_task(ids_of(engine.generate("waiting")))
+    await engine.turn(10)
+    await asyncio.gather(*(engine.aclose() for _ in range(3)))
+    for task in (running, waiting):
+        with pytest.raises(EngineClosedError, match="closed while request"):
+            await task
+    assert engine.stats().num_blocks_held == 0
+    assert engine.witness.cancels == ["shutdown", "shutdown"]
+    engine.check()
+
+
+async def test_a_cancelled_aclose_goes_on(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    closing = asyncio.create_task(engine.aclose())
+    await engine.turn()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert engine.closed
+    await engine.aclose()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_nothing_is_left_behind(make_engine: MakeEngine) -> None:
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    sockets = _sockets()
+    async with make_engine() as engine:
+        during = {task.get_name() for task in asyncio.all_tasks()}
+        assert {"deepinfer steps", "deepinfer beat"} <= during
+        await ids_of(engine.generate("Hi", SHORT))
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert _sockets() == sockets
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("deepinfer")]
+
+
+def _sockets() -> set[str]:
+    links = (_link(path) for path in Path("/proc/self/fd").iterdir())
+    return {link for link in links if link.startswith("socket:")}
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:  # the directory's own descriptor
+        return ""
+
+
+# --- loading ---
+
+
+class Loading:
+    """A build that waits, in its thread, for the test."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.go_on = threading.Event()
+        self._event_loop = asyncio.get_running_loop()
+
+    def slow(self, engine: Any) -> Any:
+        """Makes that engine wait while it loads."""
+        build = engine._build
+
+        def wait_and_build(config: EngineConfig, tell: Callable[[str], None]) -> Any:
+            self._event_loop.call_soon_threadsafe(self.begun.set)
+            assert self.go_on.wait(60)
+            return build(config, tell)
+
+        engine._build = wait_and_build
+        return engine
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_closing_while_loading_waits_for_the_thread(
+    make_engine: MakeEngine, cancelled: bool
+) -> None:
+    loading = Loading()
+    engine = loading.slow(make_engine())
+    starting = asyncio.create_task(engine.start())
+    await loading.begun.wait()
+    assert engine.state == "loading"
+    with pytest.raises(EngineClosedError, match="is loading"):
+        engine.generate("Hi")
+    if cancelled:
+        starting.cancel()
+        await asyncio.wait([starting])
+    closings = [asyncio.create_task(engine.aclose()) for _ in range(2)]
+    await engine.turn(5)
+    assert engine.closed
+    assert not any(closing.done() for closing in closings), "the thread still loads"
+    loading.go_on.set()
+    await asyncio.gather(*closings)
+    with pytest.raises(asyncio.CancelledError if cancelled else EngineClosedError):
+        await starting
+    with pytest.raises(EngineClosedError):
+        await engine.device.collect()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_event_loop_is_free_while_a_model_loads(make_engine: MakeEngine) -> None:
+    loading = Loading()
+    async with asyncio.timeout(30):
+        starting = asyncio.create_task(loading.slow(make_engine()).start())
+        await loading.begun.wait()  # arrives although the thread stands still
+        loading.go_on.set()
+        await starting
+
+
+async def test_what_loading_raises_is_raised_and_remembered() -> None:
+    problem = ModelError("No such model.")
+
+    def build(config: EngineConfig, tell: Callable[[str], None]) -> Any:
+        raise problem
+
+    engine = Engine(build=build)
+    with pytest.raises(ModelError, match="No such model") as caught:
+        await engine.start()
+    assert caught.value is engine.failure is problem
+    assert engine.state == "failed"
+    with pytest.raises(EngineError, match="failed and must be restarted") as refused:
+        engine.generate("Hi")
+    assert refused.value.__cause__ is problem
+    await engine.aclose()
+    assert engine.closed
+
+
+# --- a bug inside ---
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+async def test_when_the_step_loop_breaks_everybody_is_told(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    engine = await start_engine(max_num_seqs=1, overlap=overlap)
+    engine.device.hold()
+    running, waiting = engine.generate("running"), engine.generate("waiting")
+    draining = asyncio.create_task(engine.drain())
+    await engine.turn(10)
+    engine.device.broken_by = AssertionError("a bug")
+    engine.device.release()
+    for stream in (running, waiting):
+        with pytest.raises(EngineError, match=r"must be restarted.*a bug") as caught:
+            await ids_of(stream)
+        assert caught.value.__cause__ is engine.failure is engine.device.broken_by
+        assert await ids_of(stream) == []
+    assert engine.state == "failed"
+    with pytest.raises(EngineError, match="must be restarted") as refused:
+        engine.generate("Hi")
+    assert refused.value.__cause__ is engine.failure
+    assert await draining
+    reasons = {report.finish_reason for report in engine.witness.finished.values()}
+    assert reasons == {FinishReason.ERROR}
+    await engine.aclose()
+    with pytest.raises(EngineClosedError):
+        engine.generate("Hi")
+
+
+async def test_a_cancelled_step_loop_is_a_failure_too(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    engine.device.hold()
+    stream = engine.generate("Hi")
+    await engine.turn(10)
+    for task in asyncio.all_tasks():
+        if task.get_name() == "deepinfer steps":
+            task.cancel()
+    with pytest.raises(EngineError, match="must be restarted"):
+        await ids_of(stream)
+    assert engine.state == "failed"
+
+
+# --- no state but its own ---
+
+
+async def test_two_engines_in_one_loop_do_not_meet(start_engine: StartEngine) -> None:
+    one = await start_engine(answers={"Q": "first"})
+    two = await start_engine(answers={"Q": "second"})
+    two.device.hold()
+    blocked = two.generate("Q")
+    assert bytes((await ids_of(one.generate("Q")))[:-1]) == b"first"
+    assert one.stats().num_blocks_cached == 1
+    assert two.stats().num_blocks_cached == 0
+    await one.aclose()
+    two.device.release()
+    assert bytes((await ids_of(blocked))[:-1]) == b"second"
+    assert list(two.witness.finished) == ["req-0"] == list(one.witness.finished)
+
+
+def test_engines_live_and_die_with_their_own_event_loops(make_engine: MakeEngine) -> None:
+    async def live() -> tuple[list[int], Any]:
+        async with make_engine() as engine:
+            stream = engine.generate("left behind")
+            await anext(stream)
+            return await ids_of(engine.generate("Hi", SHORT)), stream
+
+    (first, left), (again, _) = asyncio.run(live()), asyncio.run(live())
+    assert first == again
+    del left  # its event loop is closed: nothing to tell, nobody to wake
