@@ -250,10 +250,10 @@ async def _send_events(
             http[FAILURE] = f"{type(error).__name__}: {error}"
             failure = describe(error, http[REQUEST_ID])
             log_failure(error, failure, http[REQUEST_ID])
-            await events.send(b"data: " + failure.body() + b"\n\n")
+            last = b"data: " + failure.body() + b"\n\n"
         else:
-            await events.send(format.closing(choices) + DONE)
-        return await events.finish()
+            last = format.closing(choices) + DONE
+        return await events.finish(last)
 
 
 def _cards(http: web.Request) -> list[ModelCard]:

@@ -51,9 +51,17 @@ class EventStream:
             await self._start()
         await self.response.write(events)
 
-    async def finish(self) -> web.StreamResponse:
+    async def finish(self, events: bytes) -> web.StreamResponse:
+        """Sends the last events and the end of the body, in one write.
+
+        A client may close as soon as it has them, and that cancels the handler: so the comments are
+        stopped before, and nothing that follows waits. The request counts as answered, not as left.
+        """
         self._comments.cancel()
-        await self.response.write_eof()
+        await asyncio.wait((self._comments,))
+        if not self._started:
+            await self._start()
+        await self.response.write_eof(events)
         return self.response
 
     async def __aenter__(self) -> Self:

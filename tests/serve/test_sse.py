@@ -6,8 +6,13 @@ import asyncio
 import socket
 from typing import Any
 
-from deepinfer.clock import VirtualClock
+import pytest
+from aiohttp import web
 
+from deepinfer.clock import VirtualClock
+from deepinfer.serve.sse import EventStream
+
+COUNTER = "deepinfer:http_requests_total"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
 
@@ -103,3 +108,26 @@ async def test_choices_that_are_ready_together_leave_together(serve: Any, engine
             assert data.count(b"data: ") == 8  # a role and a token for each of four choices
             engine.gate.let(400)
             await response.read()
+
+
+async def test_closing_at_the_end_of_a_stream_is_not_leaving(
+    front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client closes while the handler is still on its way out, as curl does."""
+    finish = EventStream.finish
+
+    async def finish_and_lose_the_client(
+        stream: EventStream, *arguments: bytes
+    ) -> web.StreamResponse:
+        response = await finish(stream, *arguments)
+        transport = stream._request.transport
+        assert transport is not None
+        transport.close()
+        return response
+
+    monkeypatch.setattr(EventStream, "finish", finish_and_lose_the_client)
+    async with front.session.post("/v1/chat/completions", json=CHAT) as response:
+        assert (await response.text()).endswith("data: [DONE]\n\n")
+    exposition = front.observer.exposition().decode()
+    answered = [line for line in exposition.splitlines() if line.startswith(f"{COUNTER}{{")]
+    assert answered == [f'{COUNTER}{{method="POST",path="/v1/chat/completions",status="200"}} 1.0']
