@@ -25,7 +25,7 @@ def admit(state: SchedulerState, now: float) -> None:
     passed: list[Sequence] = []
     for sequence in state.waiting.candidates(now, state.policy.look_ahead):
         if budget <= 0 or not state.slot_pool.available:
-            sequence.block("slot", now)
+            sequence.block("budget" if state.slot_pool.available else "slot", now)
             return
         cause = _try(state, sequence, now)
         if cause is None:

@@ -86,12 +86,6 @@ class SchedulerState:
         return expired
 
     @property
-    def next_deadline_s(self) -> float | None:
-        while self._deadlines and self._deadlines[0][2].finished:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    @property
     def has_work(self) -> bool:
         """Something waits or runs. Sequences that only wait for their last step do not count."""
         return bool(self.waiting) or bool(self.slots.wants.any())
