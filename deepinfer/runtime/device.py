@@ -61,7 +61,7 @@ class CpuDevice:
         self.num_blocks = runner.num_blocks
         self.num_slots = runner.num_slots
         self.before_step = before_step
-        self._runner = runner
+        self._runner: StepRunner | None = runner  # None once closed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-step")
         self._unsampled: _Step | None = None
         self._line: deque[_Step] = deque()  # sampled, not yet collected; oldest first
@@ -98,11 +98,15 @@ class CpuDevice:
         return outcome
 
     async def close(self) -> None:
-        """Drops what waits in the line, lets the running part end, joins the thread."""
+        """Drops what waits in the line, lets the running part end, joins the thread.
+
+        The runner goes too, and with it weights and cache, however long somebody keeps the device.
+        """
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         try:
             await asyncio.to_thread(self._thread.shutdown, wait=True)
+            self._runner = None
         finally:
             while self._line:
                 _resolve(
@@ -121,6 +125,7 @@ class CpuDevice:
         try:
             if self.before_step is not None:
                 self.before_step(step.plan.number)
+            assert self._runner is not None
             self._runner.forward(step.plan)
         except BaseException as error:  # whatever it was, somebody awaits this step
             step.error = error
@@ -131,6 +136,7 @@ class CpuDevice:
         result = None
         if step.error is None:
             try:
+                assert self._runner is not None
                 result = self._runner.sample(step.plan, mask)
             except BaseException as error:
                 step.error = error

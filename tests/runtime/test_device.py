@@ -1,8 +1,10 @@
 """The CPU device: a line of steps in one thread, and an event loop that never waits for it."""
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -157,8 +159,22 @@ async def test_a_cancelled_collect_loses_nothing(device, first):
     assert (await device.collect()).number == 2
 
 
+async def test_a_closed_device_lets_go_of_weights_and_cache():
+    runner = EchoRunner()
+    device = CpuDevice(runner)
+    enqueue(device, one_row(1))
+    await device.collect()
+    held = weakref.ref(runner)
+    del runner
+    assert held() is not None
+    await device.close()
+    gc.collect()
+    assert held() is None
+
+
 async def test_close_drops_the_line_and_joins_the_thread():
-    device = CpuDevice(EchoRunner())
+    runner = EchoRunner()
+    device = CpuDevice(runner)
     reached, release = threading.Event(), threading.Event()
 
     def hold(number):
@@ -176,7 +192,7 @@ async def test_close_drops_the_line_and_joins_the_thread():
     await closing
     with pytest.raises(EngineClosedError):
         await collected
-    assert device._runner.calls == [("forward", 1)]
+    assert runner.calls == [("forward", 1)]
     await device.close()
     for call in (lambda: device.forward(one_row(3)), lambda: device.sample(one_row(3))):
         with pytest.raises(EngineClosedError):
