@@ -2,7 +2,7 @@
 #
 #   make serve ARGS="--port 9000 --api-key secret"     flags of `deepinfer serve`
 #   make serve MODEL=/models/Qwen3-0.6B                another model
-#   make test ARGS="tests/scheduler -k prefix"         arguments of pytest
+#   make test ARGS="tests/scheduler -k prefix"         arguments of pytest; TEST_WORKERS=2 processes
 #   make venv PYTHON=python3.12                        another interpreter, 3.11 or newer
 #   make venv TORCH_ARGS="--index-url URL"             another build of torch, for example CPU only
 
@@ -11,6 +11,7 @@ VENV ?= .venv
 MODEL ?=
 ARGS ?=
 TORCH_ARGS ?=
+TEST_WORKERS ?= 2
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -47,7 +48,7 @@ bench: $(STAMP) ## measure the scheduler and the engine (ARGS="scheduler ...", "
 	@exec $(BIN)/deepinfer bench $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="tests/scheduler -k prefix ...")
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(ARGS)
 
 lint: $(STAMP) ## check formatting, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "Run 'make format' to repair that."; exit 1; }
