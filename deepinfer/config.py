@@ -32,7 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # --- the device ---
     device: str = "cpu"
-    num_threads: int = 0  # for a CPU device; 0: one per core
+    num_threads: int = 0  # for a CPU device; 0: torch's own choice, at most one per usable core
     kv_cache_memory_bytes: int = 0  # 0: derived from the memory that is free
     memory_utilization: float = 0.9  # share of the free memory that weights and cache may take
 

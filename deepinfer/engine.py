@@ -25,6 +25,7 @@ from deepinfer.client import EngineState
 from deepinfer.clock import Clock, RealClock
 from deepinfer.config import EngineConfig
 from deepinfer.errors import (
+    ConfigError,
     DrainingError,
     EngineClosedError,
     EngineError,
@@ -40,7 +41,7 @@ from deepinfer.scheduler.state import SchedulerState
 from deepinfer.stream import Stream, timeline_of, usage_of
 from deepinfer.text.chat import ChatTemplate
 from deepinfer.text.detokenizer import Detokenizer
-from deepinfer.text.tokenizer import Tokenizer
+from deepinfer.text.tokenizer import TextCheckpoint, Tokenizer
 from deepinfer.types import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class Engine:
             built = build_device(self.config, self._on_progress)
         else:
             built = self._build(self.config, self._on_progress)
-        self._tokenizer = Tokenizer.from_checkpoint(built.checkpoint)
+        self._tokenizer = _tokenizer(self.config, built.checkpoint)
         template = _chat_template_source(self.config, built.checkpoint.chat_template)
         self._chat_template = ChatTemplate(template, self._tokenizer) if template else None
         return built
@@ -456,8 +457,21 @@ def _policy(config: EngineConfig) -> Policy:
 def _chat_template_source(config: EngineConfig, own: str | None) -> str | None:
     if not config.chat_template:
         return own
-    with open(config.chat_template, encoding="utf-8") as file:
-        return file.read()
+    try:
+        with open(config.chat_template, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The chat template {config.chat_template} cannot be read: {error}.", "chat_template"
+        ) from error
+
+
+def _tokenizer(config: EngineConfig, checkpoint: TextCheckpoint) -> Tokenizer:
+    """The checkpoint's own, unless the settings name another."""
+    if not config.tokenizer:
+        return Tokenizer.from_checkpoint(checkpoint)
+    settings = {**checkpoint.config, **checkpoint.generation_config}
+    return Tokenizer.from_path(config.tokenizer, settings=settings)
 
 
 def _token_ids(prompt: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int32]]:

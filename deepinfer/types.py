@@ -34,7 +34,7 @@ class PrefixMiss(enum.StrEnum):
 
     NONE = "none"  # everything that can be served was served
     DISABLED = "disabled"  # prefix caching is off
-    SHORT = "short"  # the prompt does not fill one block
+    SHORT = "short"  # no full block before the last token, which is always computed
     COLD = "cold"  # the first block was never seen
     DIVERGED = "diverged"  # a leading part was found, then the prompt goes its own way
     EVICTED = "evicted"  # the next block was cached once and had to make room

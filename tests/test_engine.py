@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,9 @@ import pytest
 from deepinfer.config import EngineConfig
 from deepinfer.engine import Engine
 from deepinfer.errors import (
+    CheckpointError,
     ConfigError,
+    DeepinferError,
     DrainingError,
     EngineClosedError,
     EngineError,
@@ -127,8 +130,8 @@ async def test_a_deadline_in_the_past_is_refused(
 @pytest.mark.parametrize(
     ("bound", "message"),
     [
-        ({"max_waiting_requests": 2}, "2 requests with 4 tokens are waiting"),
-        ({"max_waiting_tokens": 5}, r"holds 1024 requests and 5 tokens"),
+        ({"max_waiting_requests": 2}, "2 of 2 requests and 4 of"),
+        ({"max_waiting_tokens": 5}, r"2 of 1024 requests and 4 of 5 tokens"),
     ],
 )
 async def test_a_full_queue_refuses_and_says_when_to_come_back(
@@ -535,3 +538,28 @@ def test_engines_live_and_die_with_their_own_event_loops(make_engine: MakeEngine
     (first, left), (again, _) = asyncio.run(live()), asyncio.run(live())
     assert first == again
     del left  # its event loop is closed: nothing to tell, nobody to wake
+
+
+async def test_the_settings_may_name_another_tokenizer(
+    start_engine: StartEngine, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    shutil.copy(tokenizer_json, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "H"}')
+    engine = await start_engine(tokenizer=str(tmp_path))
+    assert set(engine.tokenizer.eos_token_ids) == {72, 256}
+    assert set((await start_engine()).tokenizer.eos_token_ids) == {256}
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"), [("tokenizer", CheckpointError), ("chat_template", ConfigError)]
+)
+async def test_a_file_that_the_settings_name_and_is_not_there(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    setting: str,
+    error: type[DeepinferError],
+) -> None:
+    engine = make_engine(**{setting: str(tmp_path / "missing")})
+    with pytest.raises(error, match="missing"):
+        await engine.start()
+    await engine.aclose()

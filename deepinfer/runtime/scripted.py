@@ -334,8 +334,10 @@ class ScriptedDevice:
             self._violate(
                 plan, f"slot {slot}: row ends at {end} of {held.known} known, samples={samples}"
             )
-        if not 0 <= write_from <= end:
-            self._violate(plan, f"slot {slot}: write_from {write_from} is outside of 0 .. {end}")
+        if not 0 <= write_from <= held.known:
+            self._violate(
+                plan, f"slot {slot}: write_from {write_from} is outside of 0 .. {held.known}"
+            )
         self._extend(held)
         self._read_back(plan, slot, 0, max(first, write_from))
 

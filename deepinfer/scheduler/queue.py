@@ -36,8 +36,8 @@ class WaitingRoom:
         if too_many or (tokens > self._max_tokens and self.num_requests):
             wait_s = min(600.0, max(1.0, self.num_tokens / tokens_per_s if tokens_per_s else 1.0))
             raise QueueFullError(
-                f"{self.num_requests} requests with {self.num_tokens} tokens are waiting; the "
-                f"queue holds {self._max_requests} requests and {self._max_tokens} tokens. "
+                f"The queue is full: {self.num_requests} of {self._max_requests} requests and "
+                f"{self.num_tokens} of {self._max_tokens} tokens are waiting. "
                 f"Try again in about {wait_s:.0f} s.",
                 wait_s,
             )

@@ -15,6 +15,7 @@ free meanwhile, so a thread can do it beside an event loop.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -103,6 +104,22 @@ class Tokenizer:
             "The checkpoint has no tokenizer.json and no GGUF vocabulary. "
             "Add the file, or point --tokenizer at one."
         )
+
+    @classmethod
+    def from_path(
+        cls, path: str | os.PathLike[str], *, settings: Mapping[str, Any] | None = None
+    ) -> Tokenizer:
+        """From a tokenizer.json, or a directory with one and perhaps a tokenizer_config.json."""
+        place = Path(path)
+        file = place / "tokenizer.json" if place.is_dir() else place
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist; name a tokenizer.json or its directory.")
+        beside = file.with_name("tokenizer_config.json")
+        try:
+            config = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
+        except ValueError as error:
+            raise CheckpointError(f"{beside} is not JSON: {error}.") from error
+        return cls.from_json(file, config, settings=settings)
 
     @classmethod
     def from_json(

@@ -108,11 +108,11 @@ async def test_the_waiting_room_is_bounded_in_requests_and_in_tokens(rig):
     await one.turn(10)
     one.submit([1] * 10)
     one.submit([1] * 15)
-    with pytest.raises(QueueFullError, match="2 requests with 25 tokens") as refused:
+    with pytest.raises(QueueFullError, match="2 of 3 requests and 25 of 30 tokens") as refused:
         one.submit([1] * 6)
     assert refused.value.retry_after_s >= 1
     one.submit([1] * 5)
-    with pytest.raises(QueueFullError, match="3 requests"):
+    with pytest.raises(QueueFullError, match="3 of 3 requests"):
         one.submit([1])
 
 

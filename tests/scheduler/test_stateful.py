@@ -12,7 +12,7 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deepinfer.errors import QueueFullError
@@ -156,7 +156,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 
 def test_no_life_breaks_the_books(rig_class):
-    seen = _live(50, 40, rig_class)
+    seen = _live(50, 40, rig_class, tuple(Phase))
     # A run without these would have proven little.
     assert seen["steps"] > 2_000
     assert seen["preemptions"] > 50
@@ -166,16 +166,18 @@ def test_no_life_breaks_the_books(rig_class):
 
 @pytest.mark.slow
 def test_no_long_life_breaks_the_books(rig_class):
-    assert _live(100, 80, rig_class)["steps"] > 10_000
+    # Without shrinking: a failure of this size takes minutes to make small.
+    assert _live(150, 60, rig_class, (Phase.generate,))["steps"] > 10_000
 
 
-def _live(examples, steps, rig_class):
+def _live(examples, steps, rig_class, phases):
     seen = Counter()
     life = type("Life", (SchedulerLife,), {"rig_class": rig_class, "seen": seen})
     life.TestCase.settings = settings(
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
+        phases=phases,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
