@@ -393,7 +393,8 @@ class Engine:
         if timeline.total_s > 0:
             rate = (usage.prompt_tokens + usage.completion_tokens) / timeline.total_s
             rate *= max(1, len(self._live))  # as many others shared the time
-            self._tokens_per_s += 0.1 * (rate - self._tokens_per_s)
+            before = self._tokens_per_s or rate
+            self._tokens_per_s = before + 0.1 * (rate - before)
         self._observer.on_finish(
             RequestReport(
                 request_id=sequence.id,

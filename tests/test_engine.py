@@ -73,7 +73,7 @@ async def test_a_prompt_that_is_none_is_refused(
 async def test_a_prompt_may_be_any_sequence_of_integers(start_engine: StartEngine) -> None:
     engine = await start_engine()
     expected = engine.alone("Hi", 4)
-    changing = [72, 105]
+    changing = np.array([72, 105], np.int32)
     stream = engine.generate(changing, SHORT)
     changing[0] = 0
     assert await ids_of(stream) == expected, "it was copied"
@@ -151,6 +151,23 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(
     assert await ids_of(engine.generate("no", SHORT)) == engine.alone("no", 4), "room again"
 
 
+async def test_the_time_to_come_back_follows_from_the_speed(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_num_seqs=1, max_waiting_requests=1)
+    engine.device.hold()
+    stream = engine.generate("sixteen tokens..", SHORT)
+    await engine.turn(10)
+    engine.clock.advance(10.0)
+    engine.device.release()
+    await ids_of(stream)  # 20 tokens in 10 s
+    engine.device.hold()
+    streams = [engine.generate("run", SHORT)]
+    await engine.turn(10)
+    streams.append(engine.generate("x" * 50, SHORT))
+    with pytest.raises(QueueFullError, match="about 25 s") as caught:
+        engine.generate("no", SHORT)
+    assert caught.value.retry_after_s == pytest.approx(25.0)
+
+
 async def test_one_request_alone_may_exceed_the_queue_of_tokens(start_engine: StartEngine) -> None:
     engine = await start_engine(max_waiting_tokens=5)
     assert len(await ids_of(engine.generate("longer than five", SHORT))) == 4
@@ -200,8 +217,9 @@ async def test_defaults_are_what_the_checkpoint_recommends(start_engine: StartEn
     await anext(stream)
     assert engine.device.starts[0].params == engine.default_params()
     await stream.aclose()
-    greedy = await start_engine(checkpoint={"generation_config": {"temperature": None}})
-    assert greedy.default_params() == SamplingParams()
+    for says_nothing in ({}, {"temperature": None}, {"do_sample": False, "temperature": 0.6}):
+        engine = await start_engine(checkpoint={"generation_config": says_nothing})
+        assert engine.default_params() == SamplingParams()
 
 
 # --- seeds ---
@@ -243,9 +261,28 @@ async def test_reports_add_up(start_engine: StartEngine) -> None:
     assert computed >= 7 * len(prompts[0]) + completion_tokens - 7
     assert [step.number for step in seen.steps] == list(range(1, engine.stats().num_steps + 1))
     assert seen.cancels == []
-    for report in reports:
-        timeline = report.timeline
-        assert timeline.total_s == timeline.queued_s + timeline.prefill_s + timeline.decode_s
+
+
+async def test_a_request_tells_where_its_time_went(start_engine: StartEngine) -> None:
+    engine = await start_engine(max_num_seqs=1, overlap=False)
+    engine.device.hold()
+    first = asyncio.create_task(ids_of(engine.generate("first", SHORT)))
+    second = asyncio.create_task(ids_of(engine.generate("second", SHORT, request_id="second")))
+    await engine.turn(10)
+    engine.clock.advance(1.0)
+    engine.device.release(4)
+    await first
+    engine.clock.advance(2.0)
+    engine.device.release(1)
+    await engine.until(lambda: engine.witness.steps[-1].number == 5)
+    engine.clock.advance(4.0)
+    engine.device.release()
+    await second
+    report = engine.witness.finished["second"]
+    timeline = report.timeline
+    assert (timeline.queued_s, timeline.prefill_s, timeline.decode_s) == (1.0, 2.0, 4.0)
+    assert (timeline.total_s, report.time_to_first_token_s) == (7.0, 3.0)
+    assert timeline.stalls_s == {"queue": 0.0, "slot": 1.0}
 
 
 async def test_the_event_loops_delay_is_measured(start_engine: StartEngine) -> None:
@@ -427,6 +464,7 @@ async def test_closing_while_loading_waits_for_the_thread(
     if cancelled:
         starting.cancel()
         await asyncio.wait([starting])
+        assert engine.state == "closed", "not failed"
     closings = [asyncio.create_task(engine.aclose()) for _ in range(2)]
     await engine.turn(5)
     assert engine.closed

@@ -219,6 +219,7 @@ async def leave_while_the_task_does_something_else(engine: Any) -> None:
 
 
 async def leave_in_another_thread(engine: Any) -> None:
+    asyncio.get_running_loop().set_debug(True)  # complains of calls that are not thread-safe
     streams = [engine.generate("hello")]
     await anext(streams[0])
     await asyncio.to_thread(streams.clear)
