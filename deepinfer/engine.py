@@ -240,7 +240,7 @@ class Engine:
         self._require_loaded()
         stored: dict[str, Any] = self._built.checkpoint.generation_config
         if stored.get("do_sample") is False:
-            return SamplingParams()
+            return SamplingParams(temperature=0.0)
         names = ("temperature", "top_k", "top_p", "min_p")
         return SamplingParams(**{name: stored[name] for name in names if stored.get(name)})
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import numbers
+import os
 import sys
 import threading
 import time
@@ -58,6 +59,8 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         _refuse_inside_a_loop()
+        # A script's process is ours: see cli/__init__.py for the reason.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self.config = EngineConfig(model=model, **settings)
         self.config.validate()
         self._closed = False

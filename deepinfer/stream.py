@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from deepinfer.text.detokenizer import Detokenizer
 
 
+_RAISED = (FinishReason.ERROR, FinishReason.DEADLINE)
+
+
 class Stream:
     """Implements `client.TokenStream`. For one consumer, on the engine's event loop."""
 
@@ -35,7 +38,6 @@ class Stream:
         self._engine = engine
         self._sequence = sequence
         self._detokenizer = detokenizer
-        self._num_read = 0  # tokens handed out so far
         self._ended = False
         self._news = asyncio.Event()
         sequence.listener = self._news.set
@@ -56,9 +58,11 @@ class Stream:
             except asyncio.CancelledError:
                 self._end("abandoned")
                 raise
-        if sequence.finished:
-            return self._last()
-        return self._next()
+        if not sequence.finished:
+            return self._next()
+        if sequence.finish_reason in _RAISED and sequence.new_token_ids:
+            return self._next()  # what was computed is not lost; the next call raises
+        return self._last()
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,7 +90,6 @@ class Stream:
         token_ids, sequence.new_token_ids = tuple(sequence.new_token_ids), []
         if sequence.stop_check is None:
             self._detokenizer.push(token_ids)
-        self._num_read += len(token_ids)
         if sequence.request.params.logprobs is None:
             return token_ids, None
         logprobs, sequence.new_logprobs = tuple(sequence.new_logprobs), []

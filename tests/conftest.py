@@ -7,6 +7,7 @@ prompt's ids can be read, and 256 ends an answer.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from deepinfer.runtime.scripted import (
     tabled_next_token,
 )
 from deepinfer.step import CacheSpec, SequenceStart, StepPlan
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported by any test
 
 END = 256
 VOCAB_SIZE = 260  # padded beyond the tokenizer's, as those of real models are

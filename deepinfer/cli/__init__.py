@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     parsed = parser.parse_args(given)
+    # torch's threads would otherwise spin while they wait for each other, on the cores that the
+    # event loop and other programs need. Read when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return _run(parsed.command, parsed.arguments)
     except BrokenPipeError:

@@ -12,8 +12,10 @@ kind is fastest on this machine. Models call these and know nothing of formats.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -76,32 +78,44 @@ def choose_dtype(weight: torch.Tensor, rows: tuple[int, ...] = (1, 8, 32)) -> tu
     """Measures the kinds on one of the model's own weights -> (dtype, the figures as a sentence).
 
     bfloat16 is no candidate: it costs precision and gains nothing here. Takes about 0.1 s; of a
-    large weight only the first rows are measured, for packing it all would cost seconds.
+    large weight only the first rows are measured, for packing it all would cost seconds. The kinds
+    take turns and run on one thread, so that other load on the machine does not decide.
     """
     weight = weight[: max(1, _MEASURED_VALUES // weight.shape[1])]
-    times_us: dict[str, list[float]] = {}
-    for dtype in ("float32", "float16"):
-        linear = make_linear(dtype, weight)
-        times_us[dtype] = [_fastest_us(linear, weight.shape[1], count) for count in rows]
-    best = min(times_us, key=lambda dtype: sum(times_us[dtype]))
+    linears = {dtype: make_linear(dtype, weight) for dtype in ("float32", "float16")}
+    times_us: dict[str, list[float]] = {dtype: [] for dtype in linears}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for count in rows:
+            for dtype, best_us in _fastest_us(linears, weight.shape[1], count).items():
+                times_us[dtype].append(best_us)
+    finally:
+        torch.set_num_threads(threads)
+    best = min(times_us, key=lambda dtype: math.prod(times_us[dtype]))
     figures = "; ".join(
         f"{dtype} " + " / ".join(f"{value:.0f}" for value in values)
         for dtype, values in times_us.items()
     )
     shape = f"{weight.shape[1]} x {weight.shape[0]}"
     at = " / ".join(str(count) for count in rows)
-    return best, f"{best}: fastest for a {shape} layer at {at} rows, in microseconds: {figures}"
+    return (
+        best,
+        f"{best}: fastest for a {shape} layer at {at} rows, us on one thread: {figures}",
+    )
 
 
-def _fastest_us(linear: Linear, in_features: int, rows: int, seconds: float = 0.015) -> float:
-    """The fastest of the calls that fit into `seconds`, at least three."""
+def _fastest_us(
+    linears: Mapping[str, Linear], in_features: int, rows: int, seconds: float = 0.03
+) -> dict[str, float]:
+    """For each kind the fastest of the calls that fit into `seconds` together, at least three."""
     x = torch.ones(rows, in_features)
-    linear(x)
-    best = float("inf")
+    best = dict.fromkeys(linears, float("inf"))
     calls, until = 0, time.perf_counter() + seconds
     while calls < 3 or time.perf_counter() < until:
-        begin = time.perf_counter()
-        linear(x)
-        best = min(best, time.perf_counter() - begin)
+        for dtype, linear in linears.items():
+            begin = time.perf_counter()
+            linear(x)
+            best[dtype] = min(best[dtype], time.perf_counter() - begin)
         calls += 1
-    return best * 1e6
+    return {dtype: seconds * 1e6 for dtype, seconds in best.items()}

@@ -123,7 +123,9 @@ class Llama:
         self._scale = self.config.head_dim**-0.5
         self._kernels = cpu_kernels(batch_invariant=options.batch_invariant)
         source = _Tensors(tensors)
-        self.dtype, self.dtype_choice = _resolve_dtype(options.dtype, self.config, source)
+        self.dtype, self.dtype_choice = _resolve_dtype(
+            options.dtype, options.batch_invariant, self.config, source
+        )
         self._load(source)
         source.refuse_leftovers(self.config.tied_embeddings)
 
@@ -287,10 +289,14 @@ class _Tensors:
                 )
 
 
-def _resolve_dtype(dtype: str, config: DenseConfig, source: _Tensors) -> tuple[str, str]:
+def _resolve_dtype(
+    dtype: str, batch_invariant: bool, config: DenseConfig, source: _Tensors
+) -> tuple[str, str]:
     """-> (dtype of the weights in matrix products, why in a sentence for the start-up log)."""
     if dtype != "auto":
         return dtype, f"{dtype}: as asked for"
+    if batch_invariant:
+        return "float32", "float32: not measured, so that every start gives the same bits"
     return choose_dtype(
         source.take("model.layers.0.mlp.up_proj.weight", config.hidden_width, config.width)
     )
