@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0  # token budget of a step; 0: derived
 
     # --- fairness inside a step: each side's bound on the other ---
-    max_prefill_tokens_beside_decode: int = 256  # a step that decodes prefills at most this much
+    max_prefill_tokens_beside_decode: int = 128  # a step that decodes prefills at most this much
     min_prefill_tokens: int = 32  # a step leaves this much of its budget to waiting prefill
 
     # --- the waiting room ---
