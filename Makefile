@@ -16,7 +16,7 @@ TEST_WORKERS ?= 2
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test lint format bench clean
+.PHONY: help venv serve chat test lint format bench parity clean
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -49,6 +49,9 @@ bench: $(STAMP) ## measure the scheduler and the engine (ARGS="scheduler ...", "
 
 test: $(STAMP) ## run the tests (ARGS="tests/scheduler -k prefix ...")
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(ARGS)
+
+parity: $(STAMP) ## compare greedy tokens with those of transformers (ARGS="--dtype float16 ...")
+	@$(BIN)/python tools/parity.py $(ARGS)
 
 lint: $(STAMP) ## check formatting, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "Run 'make format' to repair that."; exit 1; }

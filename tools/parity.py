@@ -11,8 +11,10 @@ settings of `SETTINGS`, end-of-sequence ids ignored on both sides.
 
 A difference is excused only where transformers itself hardly chose: the gap between its two best
 logits is below `NEAR_TIE` there and our token is its second. What follows such a place has another
-context and is not compared. The last line of the output is one JSON document; the exit code is 1
-if any difference is not excused.
+context and is not compared. Equal tokens forgive small errors, so two settings also compare the
+gap itself with ours, at every token.
+
+The last line of the output is one JSON document; the exit code is 1 if a difference is not excused.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Answer:
     token_ids: list[int]
     cached_tokens: int
     preemptions: int
+    gaps: list[float] = field(default_factory=list)  # as in `Expected`, if the setting asks for it
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Setting:
     name: str
     together: bool
     salt: str  # prompts share cached prefixes only under the same salt
+    gaps: bool = False  # log-probabilities are asked for, so that numbers can be compared too
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,14 +104,14 @@ SMALL_STEPS = {
     "max_prefill_tokens_beside_decode": 24,
     "min_prefill_tokens": 8,
 }
-# The longest request needs 33 of the 60 blocks: others must make room for it and come back.
-FEW_BLOCKS = {"max_model_len": 1152, "kv_cache_memory_bytes": 60 * 1_474_560}
+# The longest request needs 33 of these 43 blocks: others must make room for it and come back.
+FEW_BLOCKS = {"max_model_len": 1152, "kv_cache_memory_bytes": 44 * 1_474_560}
 
 SETTINGS = (
     Setting("alone", together=False, salt="alone"),
     Setting("together", together=True, salt="together"),
-    Setting("warm", together=True, salt="together"),
-    Setting("small steps", together=True, salt="", config=SMALL_STEPS),
+    Setting("warm", together=True, salt="together", gaps=True),
+    Setting("small steps", together=True, salt="", gaps=True, config=SMALL_STEPS),
     Setting("few blocks", together=True, salt="", config=FEW_BLOCKS),
 )
 
@@ -186,7 +190,7 @@ def write_record(path: Path, head: dict[str, Any], expected: Sequence[Expected])
     rows = []
     for entry in expected:
         row = asdict(entry)
-        row["gaps"] = [float(f"{gap:.4g}") for gap in entry.gaps]
+        row["gaps"] = [float(f"{gap:.6g}") for gap in entry.gaps]
         rows.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
     text = json.dumps(head, indent=1)[:-2] + ',\n "prompts": [\n' + ",\n".join(rows) + "\n]}\n"
     path.write_text(text, encoding="utf-8")
@@ -201,15 +205,23 @@ def read_record(path: Path = RECORD) -> tuple[dict[str, Any], list[Expected]]:
 # --- the engine ---
 
 
-async def answer(engine: Engine, token_ids: list[int], num_tokens: int, salt: str) -> Answer:
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    new: list[int] = []
-    async with engine.generate(token_ids, params, cache_salt=salt) as stream:
+async def answer(engine: Engine, entry: Expected, num_tokens: int, setting: Setting) -> Answer:
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        logprobs=2 if setting.gaps else None,
+    )
+    token_ids: list[int] = []
+    gaps: list[float] = []
+    async with engine.generate(entry.prompt_token_ids, params, cache_salt=setting.salt) as stream:
         async for delta in stream:
-            new += delta.token_ids
+            token_ids += delta.token_ids
+            # Of the same position, log-probabilities differ as the logits do.
+            gaps += [token.top[0][1] - token.top[1][1] for token in delta.logprobs or ()]
     assert delta.usage is not None
     assert delta.timeline is not None
-    return Answer(new, delta.usage.cached_tokens, delta.timeline.preemptions)
+    return Answer(token_ids, delta.usage.cached_tokens, delta.timeline.preemptions, gaps)
 
 
 async def answer_all(
@@ -217,7 +229,7 @@ async def answer_all(
 ) -> list[Answer]:
     """The engine's own tokens after each prompt, as many as `num_tokens` says for it."""
     requests = [
-        answer(engine, entry.prompt_token_ids, count, setting.salt)
+        answer(engine, entry, count, setting)
         for entry, count in zip(expected, num_tokens, strict=True)
     ]
     if setting.together:
@@ -257,6 +269,7 @@ class Outcome:
     cached_tokens: int
     preemptions: int
     badly_cached: list[str]  # of the warm setting: prompts that the cache served less than it could
+    gap_error: float | None  # the largest difference from transformers' gaps, if gaps are known
     wall_s: float
 
     @property
@@ -279,6 +292,11 @@ def judge(
         count if mismatch is None else mismatch.position
         for mismatch, count in zip(mismatches, num_tokens, strict=True)
     ]
+    gap_errors = [
+        abs(ours - theirs)
+        for entry, given, count in zip(expected, answers, agreeing, strict=True)
+        for ours, theirs in zip(given.gaps[:count], entry.gaps[:count], strict=setting.gaps)
+    ]
     return Outcome(
         setting,
         mismatches,
@@ -286,6 +304,7 @@ def judge(
         cached_tokens=sum(given.cached_tokens for given in answers),
         preemptions=sum(given.preemptions for given in answers),
         badly_cached=badly_cached(expected, answers) if setting.name == "warm" else [],
+        gap_error=max(gap_errors, default=None),
         wall_s=wall_s,
     )
 
@@ -329,7 +348,9 @@ def print_table(expected: Sequence[Expected], outcomes: Sequence[Outcome], num_t
             f"{outcome.setting.name + ':':<12} {equal} of {len(expected)} prompts equal, "
             f"{outcome.agreeing_tokens} of {total} tokens before a first difference; "
             f"{outcome.cached_tokens} tokens from the prefix cache, "
-            f"{outcome.preemptions} preemptions; {outcome.wall_s:.0f} s"
+            f"{outcome.preemptions} preemptions; "
+            + ("" if outcome.gap_error is None else f"gaps within {outcome.gap_error:.2g}; ")
+            + f"{outcome.wall_s:.0f} s"
         )
 
 
@@ -372,6 +393,7 @@ def as_json(
                 "cached_tokens": outcome.cached_tokens,
                 "preemptions": outcome.preemptions,
                 "badly_cached": outcome.badly_cached,
+                "gap_error": outcome.gap_error,
                 "wall_s": round(outcome.wall_s, 1),
             }
             for outcome in outcomes
