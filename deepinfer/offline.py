@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import numbers
-import os
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from deepinfer.client import EngineClient, TokenStream
 from deepinfer.config import EngineConfig
 from deepinfer.engine import Engine
 from deepinfer.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from deepinfer.runtime.host import limit_spinning
 from deepinfer.types import FinishReason, SamplingParams, Timeline, TokenLogprob, Usage
 
 Prompt = str | Sequence[int]
@@ -59,8 +59,7 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         _refuse_inside_a_loop()
-        # A script's process is ours: see cli/__init__.py for the reason.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        limit_spinning()
         self.config = EngineConfig(model=model, **settings)
         self.config.validate()
         self._closed = False

@@ -7,7 +7,6 @@ prompt's ids can be read, and 256 ends an answer.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from deepinfer.clock import VirtualClock
 from deepinfer.config import EngineConfig
 from deepinfer.engine import Engine
 from deepinfer.observe import RequestReport, StepReport
+from deepinfer.runtime.host import limit_spinning
 from deepinfer.runtime.scripted import (
     NextToken,
     ScriptedDevice,
@@ -32,7 +32,7 @@ from deepinfer.runtime.scripted import (
 )
 from deepinfer.step import CacheSpec, SequenceStart, StepPlan
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported by any test
+limit_spinning()  # before any test imports torch
 
 END = 256
 VOCAB_SIZE = 260  # padded beyond the tokenizer's, as those of real models are

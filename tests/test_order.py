@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": (*VOCABULARY, "client", "scheduler", "runtime", "text", "stream"),
     "serve": (*ROOT, *VOCABULARY, "client", "text"),
     "logs": ("errors",),
-    "offline": (*VOCABULARY, "client", "engine", "text"),
+    "offline": (*VOCABULARY, "client", "runtime", "engine", "text"),
     "bench": (
         *ROOT,
         *VOCABULARY,

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import deepinfer
 from deepinfer.errors import ConfigError, DeepinferError, MemoryPlanError, ModelError, RequestError
+from deepinfer.runtime.host import limit_spinning
 
 _COMMANDS = {
     "serve": ("deepinfer.cli.serve", "serve a model over HTTP, with the OpenAI protocol"),
@@ -54,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     parsed = parser.parse_args(given)
-    # torch's threads would otherwise spin while they wait for each other, on the cores that the
-    # event loop and other programs need. Read when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    limit_spinning()
     try:
         return _run(parsed.command, parsed.arguments)
     except BrokenPipeError:
