@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,22 @@ def plan_device(config: EngineConfig) -> DevicePlan:
 
 
 def build_device(config: EngineConfig, on_progress: Callable[[str], None]) -> BuiltDevice:
-    """Blocks for seconds. `on_progress` gets a line before each long step, in this thread."""
+    """Blocks for seconds. `on_progress` gets a line before each long step, in another thread.
+
+    All arithmetic, loading included, happens in the device's own thread: each thread that computes
+    gets a set of OpenMP threads, and libgomp slows all of them down once there are more than cores.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-step")
+    try:
+        return thread.submit(_build, config, on_progress, thread).result()
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
+
+
+def _build(
+    config: EngineConfig, on_progress: Callable[[str], None], thread: ThreadPoolExecutor
+) -> BuiltDevice:
     threads = _set_threads(config.num_threads)
     plan = plan_device(config)
     checkpoint, memory = plan.checkpoint, plan.memory
@@ -86,7 +102,7 @@ def build_device(config: EngineConfig, on_progress: Callable[[str], None]) -> Bu
         memory.max_model_len,
     )
     return BuiltDevice(
-        device=CpuDevice(runner),
+        device=CpuDevice(runner, thread=thread),
         checkpoint=checkpoint,
         memory=memory,
         vocab_size=model.vocab_size,

@@ -55,14 +55,18 @@ class CpuDevice:
     """
 
     def __init__(
-        self, runner: StepRunner, before_step: Callable[[int], None] | None = None
+        self,
+        runner: StepRunner,
+        before_step: Callable[[int], None] | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
+        """`thread`: one worker that has built the runner, if it is to go on; closed with this."""
         self.cache_spec = runner.cache_spec
         self.num_blocks = runner.num_blocks
         self.num_slots = runner.num_slots
         self.before_step = before_step
         self._runner: StepRunner | None = runner  # None once closed
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepinfer-step")
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="deepinfer-step")
         self._unsampled: _Step | None = None
         self._line: deque[_Step] = deque()  # sampled, not yet collected; oldest first
         self._closed = False
