@@ -41,6 +41,7 @@ def test_engine(capsys):
     assert [one["concurrency"] for one in rounds] == [1, 2]
     assert all(one["output_tokens_per_s"] > 0 and one["tpot_s"] >= 0 for one in rounds)
     assert any(line.startswith("dtype: float32") for line in table)
+    assert all(one["system"] == "deepinfer float32" for one in rounds)
 
 
 def test_lag(capsys):

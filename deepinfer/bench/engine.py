@@ -2,7 +2,8 @@
 
 Closed loop: at concurrency C, C requests of `--input-tokens` random ids each start together and
 answer `--output-tokens`; the next round starts when all are done. transformers' `generate` gets the
-same ids as one batch. Rounds of the two alternate, so that both see the same machine.
+same ids as one batch. Rounds of the systems alternate, so that all see the same machine, and each
+system lives in a process of its own, so that their threads do not get in each other's way.
 
     output tokens/s   all output tokens / wall time of the round
     TTFT              submission to a request's first token; the mean over requests and rounds
@@ -13,21 +14,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import multiprocessing
+import multiprocessing.connection
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 
 from deepinfer.config import EngineConfig
+from deepinfer.errors import EngineError
 from deepinfer.types import SamplingParams
-
-if TYPE_CHECKING:
-    from deepinfer.engine import Engine
 
 Prompts = list[list[int]]
 
@@ -53,17 +57,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--without-transformers", action="store_true")
     parsed = parser.parse_args(arguments)
-    systems: dict[str, Callable[[Prompts], Round]] = {}
-    with asyncio.Runner() as runner:
-        engines = [_start(runner, parsed, dtype) for dtype in parsed.dtype]
-        for dtype, engine in zip(parsed.dtype, engines, strict=True):
-            systems[f"deepinfer {dtype}"] = _ours(runner, engine, f"deepinfer {dtype}", parsed)
-        if not parsed.without_transformers:
-            name, model = _load_transformers(parsed.model)
-            systems[name] = _theirs(model, name, parsed)
-        rounds = _measure(systems, parsed)
-        for engine in engines:
-            runner.run(engine.aclose())
+    names = [f"deepinfer {dtype}" for dtype in parsed.dtype]
+    if not parsed.without_transformers:
+        names.append("transformers")
+    with contextlib.ExitStack() as stack:
+        rounds = _measure([stack.enter_context(_System(name, parsed)) for name in names], parsed)
     document = {
         "benchmark": "engine",
         "input_tokens": parsed.input_tokens,
@@ -74,7 +72,52 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _measure(systems: dict[str, Callable[[Prompts], Round]], parsed: Any) -> list[Round]:
+class _System:
+    """A system under measurement in a process of its own: prompts go in, a Round comes out."""
+
+    def __init__(self, name: str, parsed: argparse.Namespace) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, name, parsed), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        print(self._answer(), flush=True)
+        return self
+
+    def run(self, prompts: Prompts) -> Round:
+        self._here.send(prompts)
+        answer = self._answer()
+        assert isinstance(answer, Round)
+        return answer
+
+    def _answer(self) -> Any:
+        """Raises if the process died instead: its own error stands above, on stderr."""
+        multiprocessing.connection.wait([self._here, self._process.sentinel])
+        if not self._here.poll():
+            raise EngineError(f"The process of {self.name} ended with {self._process.exitcode}.")
+        return self._here.recv()
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.is_alive():
+            self._here.send(None)
+        self._process.join()
+
+
+def _serve(there: Connection, name: str, parsed: argparse.Namespace) -> None:
+    """The other process: starts the system, then answers prompts until None comes."""
+    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
+        if name == "transformers":
+            title, run = _theirs(parsed)
+        else:
+            title, run = _ours(runner, stack, name.split()[1], parsed)
+        there.send(title)
+        while (prompts := there.recv()) is not None:
+            there.send(_round(name, prompts, parsed, partial(run, prompts)))
+
+
+def _measure(systems: list[_System], parsed: argparse.Namespace) -> list[Round]:
     random = np.random.default_rng(0)
     rounds: list[Round] = []
 
@@ -82,16 +125,17 @@ def _measure(systems: dict[str, Callable[[Prompts], Round]], parsed: Any) -> lis
         drawn: Prompts = random.integers(100, 40_000, (number, parsed.input_tokens)).tolist()
         return drawn
 
-    for run in systems.values():
-        run(prompts(1))  # warm-up
+    for system in systems:
+        system.run(prompts(1))  # warm-up
     print(f"\n{parsed.input_tokens} tokens in, {parsed.output_tokens} out\n")
     heads = ("concurrency", "tokens/s", "TTFT ms", "TPOT ms", "CPU s")
     print(f"{'system':<24}" + "".join(f"{head:>12}" for head in heads))
     for concurrency in parsed.concurrency:
-        here: dict[str, list[Round]] = {name: [] for name in systems}
+        here: dict[str, list[Round]] = {system.name: [] for system in systems}
         for _ in range(parsed.rounds):
-            for name, run in systems.items():
-                here[name].append(run(prompts(concurrency)))
+            given = prompts(concurrency)
+            for system in systems:
+                here[system.name].append(system.run(given))
         for name, measured in here.items():
             rounds += measured
             _print_row(name, concurrency, measured)
@@ -128,19 +172,17 @@ def _round(name: str, prompts: Prompts, parsed: Any, run: Callable[[], list[list
 
 # --- ours ---
 
+Run = Callable[[Prompts], list[list[float]]]
 
-def _start(runner: asyncio.Runner, parsed: Any, dtype: str) -> Engine:
+
+def _ours(
+    runner: asyncio.Runner, stack: contextlib.ExitStack, dtype: str, parsed: argparse.Namespace
+) -> tuple[str, Run]:
     from deepinfer.engine import Engine
 
     engine = Engine(EngineConfig(model=parsed.model, dtype=dtype))  # type: ignore[arg-type]
     runner.run(engine.start())
-    print("\n".join(engine.explain()))
-    return engine
-
-
-def _ours(
-    runner: asyncio.Runner, engine: Engine, name: str, parsed: Any
-) -> Callable[[Prompts], Round]:
+    stack.callback(lambda: runner.run(engine.aclose()))
     params = SamplingParams(temperature=0.0, max_tokens=parsed.output_tokens, ignore_eos=True)
 
     async def one(prompt: list[int]) -> list[float]:
@@ -152,33 +194,28 @@ def _ours(
     async def every(prompts: Prompts) -> list[list[float]]:
         return list(await asyncio.gather(*map(one, prompts)))
 
-    return lambda prompts: _round(name, prompts, parsed, lambda: runner.run(every(prompts)))
+    return "\n".join(engine.explain()), lambda prompts: runner.run(every(prompts))
 
 
 # --- transformers ---
 
 
-def _load_transformers(model: str) -> tuple[str, Any]:
+def _theirs(parsed: argparse.Namespace) -> tuple[str, Run]:
     """In float32, which is what it computes fastest in on a CPU without bfloat16 units."""
     import torch
     import transformers
 
     from deepinfer.runtime.weights import embedded_model_path
 
-    path = Path(model) if model else embedded_model_path()
-    print(f"loading {path.name} with transformers {transformers.__version__} ...", flush=True)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    path = Path(parsed.model) if parsed.model else embedded_model_path()
     where: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
-    source = path.parent if path.is_file() else path
     # from_pretrained leaves the model in evaluation mode.
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
-    return f"transformers {transformers.__version__}", loaded
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent if path.is_file() else path, dtype=torch.float32, **where
+    )
 
-
-def _theirs(model: Any, name: str, parsed: Any) -> Callable[[Prompts], Round]:
-    import torch
-    from transformers import StoppingCriteria
-
-    class Stamps(StoppingCriteria):
+    class Stamps(transformers.StoppingCriteria):
         """Is called after every token of the batch; notes the time and never stops."""
 
         def __init__(self) -> None:
@@ -203,4 +240,4 @@ def _theirs(model: Any, name: str, parsed: Any) -> Callable[[Prompts], Round]:
             )
         return [stamps.times] * len(prompts)
 
-    return lambda prompts: _round(name, prompts, parsed, lambda: generate(prompts))
+    return f"transformers {transformers.__version__}, float32", generate
