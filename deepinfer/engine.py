@@ -13,7 +13,6 @@ engines live in one loop.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from deepinfer.admission import Admission, stop_check
 from deepinfer.client import EngineState
 from deepinfer.clock import Clock, RealClock
 from deepinfer.config import EngineConfig
@@ -29,8 +29,6 @@ from deepinfer.errors import (
     DrainingError,
     EngineClosedError,
     EngineError,
-    PromptTooLongError,
-    RequestError,
 )
 from deepinfer.observe import EngineStats, NoObserver, Observer, RequestReport
 from deepinfer.scheduler.loop import StepLoop
@@ -42,7 +40,7 @@ from deepinfer.stream import Stream, timeline_of, usage_of
 from deepinfer.text.chat import ChatTemplate
 from deepinfer.text.detokenizer import Detokenizer
 from deepinfer.text.tokenizer import TextCheckpoint, Tokenizer
-from deepinfer.types import FinishReason, Request, SamplingParams
+from deepinfer.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.runtime.build import BuiltDevice
@@ -179,6 +177,12 @@ class Engine:
         self._device = built.device
         self.model_name = self.config.served_model_name or built.checkpoint.name
         self.max_model_len = built.max_model_len
+        self._admission = Admission(
+            vocab_size=built.vocab_size,
+            max_model_len=built.max_model_len,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            engine_seed=self.config.seed,
+        )
         self._scheduler = SchedulerState(
             built.device.cache_spec,
             built.device.num_blocks,
@@ -299,12 +303,18 @@ class Engine:
         """
         self._require_ready()
         params = self.default_params() if params is None else params
-        params.validate()
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=True)
         number = next(self._numbers)
-        request = self._request(
-            prompt, params, request_id or f"req-{number}", number, priority, timeout_s, cache_salt
+        request = self._admission.request(
+            prompt,
+            params,
+            request_id=request_id or f"req-{number}",
+            number=number,
+            now=self._clock.now(),
+            priority=priority,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
         )
         detokenizer = Detokenizer(
             self._tokenizer,
@@ -314,50 +324,12 @@ class Engine:
             min_tokens=params.min_tokens,
         )
         root = root_key(self.model_name, self._device.cache_spec.block_tokens, request.cache_salt)
-        sequence = ScheduledSequence(request, root, _stop_check(detokenizer, params))
+        sequence = ScheduledSequence(request, root, stop_check(detokenizer, params))
         self._scheduler.submit(sequence, self._tokens_per_s)
         self._live.add(sequence)
         self._nobody_left.clear()
         self._loop.wake()
         return Stream(self, sequence, detokenizer)
-
-    def _request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        number: int,
-        priority: int,
-        timeout_s: float | None,
-        cache_salt: str,
-    ) -> Request:
-        vocab_size = self._built.vocab_size
-        token_ids = _token_ids(prompt, vocab_size)
-        if len(token_ids) >= self.max_model_len:
-            raise PromptTooLongError(len(token_ids), self.max_model_len - 1)
-        for token_id in params.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"stop_token_ids has {token_id}; ids of this model are 0 to {vocab_size - 1}.",
-                    "stop_token_ids",
-                )
-        if timeout_s is not None and not timeout_s > 0:
-            raise RequestError(f"timeout is {timeout_s} s; it must be positive.", "timeout")
-        room = self.max_model_len - len(token_ids)
-        ends = () if params.ignore_eos else self._tokenizer.eos_token_ids
-        now = self._clock.now()
-        return Request(
-            id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=_seed(self.config.seed, number) if params.seed is None else params.seed,
-            max_total_tokens=len(token_ids) + min(room, params.max_tokens or room),
-            stop_token_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
-            priority=priority,
-            arrived_s=now,
-            deadline_s=None if timeout_s is None else now + timeout_s,
-            cache_salt=cache_salt.encode(),
-        )
 
     # --- the way out ---
 
@@ -473,42 +445,3 @@ def _tokenizer(config: EngineConfig, checkpoint: TextCheckpoint) -> Tokenizer:
         return Tokenizer.from_checkpoint(checkpoint)
     settings = {**checkpoint.config, **checkpoint.generation_config}
     return Tokenizer.from_path(config.tokenizer, settings=settings)
-
-
-def _token_ids(prompt: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The checked prompt: not empty, every id one that the model has."""
-    try:
-        wide = np.asarray(prompt)
-    except ValueError:  # lists of different lengths
-        wide = np.empty((0, 0))
-    if wide.shape == (0,):
-        raise RequestError("The prompt is empty; give at least one token.", "prompt")
-    if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
-        raise RequestError("The prompt is neither a text nor a list of token ids.", "prompt")
-    if wide.min() < 0 or wide.max() >= vocab_size:
-        wrong = int(wide[(wide < 0) | (wide >= vocab_size)][0])
-        raise RequestError(
-            f"The prompt has the token id {wrong}; ids of this model are 0 to {vocab_size - 1}.",
-            "prompt",
-        )
-    return wide.astype(np.int32)
-
-
-def _seed(engine_seed: int, number: int) -> int:
-    """The seed of the engine's `number`-th request, for those who brought none."""
-    text = f"{engine_seed}/{number}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def _stop_check(
-    detokenizer: Detokenizer, params: SamplingParams
-) -> Callable[[int], str | None] | None:
-    """Only requests with stop strings pay for text on the scheduler's path."""
-    if not params.stop:
-        return None
-
-    def check(token_id: int) -> str | None:
-        detokenizer.push((token_id,))
-        return detokenizer.stop_match
-
-    return check
