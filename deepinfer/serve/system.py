@@ -159,8 +159,9 @@ _PAGE = """<!doctype html>
 pre{{background:#f4f4f4;padding:1rem;overflow-x:auto}}td{{padding:.1rem .8rem .1rem 0}}</style>
 <h1>deepinfer {version}</h1>
 <p>Serves <b>{model}</b>; its engine is <b>{state}</b>.</p>
-<pre>curl -N {address}/v1/chat/completions -H 'Content-Type: application/json' -d '
-{{"messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'</pre>
+<pre>curl -N {address}/v1/chat/completions \\
+  -H 'Content-Type: application/json' \\
+  -d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'</pre>
 <p>OpenAI's client libraries work with <code>base_url="{address}/v1"</code>.</p>
 <table>{rows}</table>
 </html>
