@@ -89,14 +89,15 @@ class BlockPool:
         assert counted[0] == 0, "the dummy block is in a table"
         wrong = np.flatnonzero(counted != self.refs)
         assert not wrong.size, f"reference counts differ from the tables for blocks {wrong[:8]}"
-        free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & idle, "a block is both free and idle"
-        assert not any(self.refs[b] for b in free | idle), "a held block can be allocated"
-        assert not any(self._published[b] for b in free), "a free block is published"
-        assert all(self._published[b] for b in idle), "an idle block is not published"
+        free = np.fromiter(self._free, np.int64, len(self._free))
+        idle = np.fromiter(self._idle, np.int64, len(self._idle))
+        available = np.concatenate([free, idle])
+        assert len(np.unique(available)) == len(available), "a block is available twice"
+        assert not self.refs[available].any(), "a held block can be allocated"
+        assert not self._published[free].any(), "a free block is published"
+        assert self._published[idle].all(), "an idle block is not published"
         num_held = int(np.count_nonzero(self.refs))
-        assert num_held + len(free) + len(idle) == self.usable, "a block is lost"
+        assert num_held + len(available) == self.usable, "a block is lost"
 
 
 class SlotPool:
