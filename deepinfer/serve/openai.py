@@ -284,6 +284,8 @@ async def get_model(http: web.Request) -> web.StreamResponse:
     return web.Response(body=msgspec.json.encode(card), content_type="application/json")
 
 
+_ANSWER_ERROR_STATUSES = (400, 404, 408, 413, 415, 500, 503, 504)
+
 ENDPOINTS = (
     Endpoint(
         method="POST",
@@ -293,7 +295,7 @@ ENDPOINTS = (
         body=ChatCompletionRequest,
         answer=ChatCompletionResponse,
         event=ChatCompletionChunk,
-        error_statuses=(400, 404, 408, 413, 415, 500, 503, 504),
+        error_statuses=_ANSWER_ERROR_STATUSES,
     ),
     Endpoint(
         method="POST",
@@ -303,7 +305,7 @@ ENDPOINTS = (
         body=CompletionRequest,
         answer=CompletionResponse,
         event=CompletionResponse,
-        error_statuses=(400, 404, 408, 413, 415, 500, 503, 504),
+        error_statuses=_ANSWER_ERROR_STATUSES,
     ),
     Endpoint(
         method="GET",

@@ -9,8 +9,9 @@ the text are made once per choice, and only the text is encoded per step:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET
@@ -33,21 +34,6 @@ if TYPE_CHECKING:
     from deepinfer.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
-
-
-class AnswerFormat(Protocol):
-    """How an answer leaves: as events while it grows, or as one body."""
-
-    def opening(self, choice: Choice) -> bytes:
-        """Events before a choice's first delta."""
-
-    def events(self, choice: Choice, delta: Delta) -> bytes:
-        """Events for a delta; empty where there is nothing to tell yet."""
-
-    def closing(self, choices: Sequence[Choice]) -> bytes:
-        """Events after the last delta of all choices."""
-
-    def body(self, choices: Sequence[Choice]) -> bytes: ...
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,35 +79,34 @@ class _Envelope:
         return self.before + b"]," + _encode(last)[1:] + b"\n\n"
 
 
-class ChatFormat:
+class AnswerFormat(ABC):
+    """How an answer leaves: as events while it grows, or as one body."""
+
+    _kind: ClassVar[str]  # the `object` of a chunk
+    _before_text: ClassVar[bytes]  # of a plain choice, between its index and its text
+    _after_text: ClassVar[bytes]  # of a plain choice, from its text to its end
+
     def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
         self._options = options
         self._tokenizer = tokenizer
-        self._envelope = _Envelope("chat.completion.chunk", options)
+        self._envelope = _Envelope(self._kind, options)
         self._plain = options.logprobs is None and not options.return_token_ids
-        self._before: dict[int, bytes] = {}
-        self._after = b'},"logprobs":null,"finish_reason":null}' + self._envelope.after
+        self._before: dict[int, bytes] = {}  # by choice
+        self._after = self._after_text + self._envelope.after
 
     def opening(self, choice: Choice) -> bytes:
-        index = choice.index
-        self._before[index] = self._envelope.before + b'{"index":%d,"delta":{"content":' % index
-        first = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-        if self._options.prompt_token_ids:
-            ids = [int(token) for token in self._options.prompt_token_ids[0]]
-            return self._envelope.event(first, prompt_token_ids=ids)
-        return self._envelope.event(first)
+        """Events before a choice's first delta."""
+        start = b'{"index":%d,' % choice.index
+        self._before[choice.index] = self._envelope.before + start + self._before_text
+        return self._first_event(choice)
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
+        """Events for a delta; empty where there is nothing to tell yet."""
         if delta.finish_reason is None and self._plain:
             if not delta.text:
                 return b""
             return self._before[choice.index] + _encode(delta.text) + self._after
-        chunk = ChatChunkChoice(
-            index=choice.index,
-            delta=ChatDelta(content=delta.text or UNSET),
-            logprobs=self._logprobs(delta.logprobs),
-            token_ids=self._token_ids(delta.token_ids),
-        )
+        chunk = self._chunk(choice, delta)
         if delta.finish_reason is None:
             return self._envelope.event(chunk)
         chunk.finish_reason = str(delta.finish_reason)
@@ -129,7 +114,47 @@ class ChatFormat:
         return self._envelope.event(chunk, timings=timings(choice.timeline))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
+        """Events after the last delta of all choices."""
         return self._envelope.usage_event(choices) if self._options.include_usage else b""
+
+    @abstractmethod
+    def body(self, choices: Sequence[Choice]) -> bytes:
+        """The whole answer as one JSON object."""
+
+    @abstractmethod
+    def _first_event(self, choice: Choice) -> bytes: ...
+
+    @abstractmethod
+    def _chunk(self, choice: Choice, delta: Delta) -> ChatChunkChoice | CompletionChoice:
+        """What a delta brings, without how it ended."""
+
+    def _token_ids(self, token_ids: Sequence[int]) -> Any:
+        return list(token_ids) if self._options.return_token_ids else UNSET
+
+    def _prompt_ids(self, choice: Choice) -> Any:
+        ids = self._options.prompt_token_ids
+        return [int(token) for token in ids[self._options.prompt_of(choice)]] if ids else UNSET
+
+
+class ChatFormat(AnswerFormat):
+    _kind = "chat.completion.chunk"
+    _before_text = b'"delta":{"content":'
+    _after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def _first_event(self, choice: Choice) -> bytes:
+        delta = ChatDelta(role="assistant", content="")
+        first = ChatChunkChoice(index=choice.index, delta=delta)
+        if self._options.prompt_token_ids:
+            return self._envelope.event(first, prompt_token_ids=self._prompt_ids(choice))
+        return self._envelope.event(first)
+
+    def _chunk(self, choice: Choice, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=choice.index,
+            delta=ChatDelta(content=delta.text or UNSET),
+            logprobs=self._logprobs(delta.logprobs),
+            token_ids=self._token_ids(delta.token_ids),
+        )
 
     def body(self, choices: Sequence[Choice]) -> bytes:
         options = self._options
@@ -151,11 +176,7 @@ class ChatFormat:
                 ],
                 usage=usage_info(choices),
                 timings=timings(slowest(choices)),
-                prompt_token_ids=(
-                    [int(token) for token in options.prompt_token_ids[0]]
-                    if options.prompt_token_ids
-                    else UNSET
-                ),
+                prompt_token_ids=self._prompt_ids(choices[0]),
             )
         )
 
@@ -164,51 +185,33 @@ class ChatFormat:
             return None
         return chat_logprobs(self._tokenizer, logprobs or ())
 
-    def _token_ids(self, token_ids: Sequence[int]) -> Any:
-        return list(token_ids) if self._options.return_token_ids else UNSET
 
+class CompletionFormat(AnswerFormat):
+    _kind = "text_completion"
+    _before_text = b'"text":'
+    _after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
-class CompletionFormat:
     def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
-        self._options = options
-        self._tokenizer = tokenizer
-        self._envelope = _Envelope("text_completion", options)
-        self._plain = options.logprobs is None and not options.return_token_ids
-        self._before: dict[int, bytes] = {}
-        self._after = (
-            b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._envelope.after
-        )
+        super().__init__(options, tokenizer)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
-    def opening(self, choice: Choice) -> bytes:
-        index = choice.index
-        self._before[index] = self._envelope.before + b'{"index":%d,"text":' % index
+    def _first_event(self, choice: Choice) -> bytes:
         echo = self._echo(choice)
         if not echo and not self._options.prompt_token_ids:
             return b""
         return self._envelope.event(
-            CompletionChoice(index=index, text=echo, prompt_token_ids=self._prompt_ids(choice))
+            CompletionChoice(
+                index=choice.index, text=echo, prompt_token_ids=self._prompt_ids(choice)
+            )
         )
 
-    def events(self, choice: Choice, delta: Delta) -> bytes:
-        if delta.finish_reason is None and self._plain:
-            if not delta.text:
-                return b""
-            return self._before[choice.index] + _encode(delta.text) + self._after
-        chunk = CompletionChoice(
+    def _chunk(self, choice: Choice, delta: Delta) -> CompletionChoice:
+        return CompletionChoice(
             index=choice.index,
             text=delta.text,
             logprobs=self._logprobs(choice, delta.logprobs),
             token_ids=self._token_ids(delta.token_ids),
         )
-        if delta.finish_reason is None:
-            return self._envelope.event(chunk)
-        chunk.finish_reason = str(delta.finish_reason)
-        chunk.stop_reason = delta.stop_match
-        return self._envelope.event(chunk, timings=timings(choice.timeline))
-
-    def closing(self, choices: Sequence[Choice]) -> bytes:
-        return self._envelope.usage_event(choices) if self._options.include_usage else b""
 
     def body(self, choices: Sequence[Choice]) -> bytes:
         options = self._options
@@ -237,13 +240,6 @@ class CompletionFormat:
     def _echo(self, choice: Choice) -> str:
         echoes = self._options.echoes
         return echoes[self._options.prompt_of(choice)] if echoes else ""
-
-    def _prompt_ids(self, choice: Choice) -> Any:
-        ids = self._options.prompt_token_ids
-        return [int(token) for token in ids[self._options.prompt_of(choice)]] if ids else UNSET
-
-    def _token_ids(self, token_ids: Sequence[int]) -> Any:
-        return list(token_ids) if self._options.return_token_ids else UNSET
 
     def _logprobs(
         self, choice: Choice, logprobs: Sequence[TokenLogprob] | None
