@@ -17,20 +17,13 @@ from deepinfer.cli import flags
 from deepinfer.cli.run import new_runner, show_progress
 from deepinfer.client import EngineClient
 from deepinfer.errors import ConfigError, DeepinferError
-from deepinfer.logs import configure_logging
 from deepinfer.types import SamplingParams
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="deepinfer chat",
-        allow_abbrev=False,
-        usage="deepinfer chat [flags]",
-        description="Talk to a model in the terminal.",
-        epilog=_HELP,
-    )
+    result = flags.command_parser("chat", "Talk to a model in the terminal.", epilog=_HELP)
     result.add_argument("--system", metavar="TEXT", help="system message that goes before")
     flags.add_sampling_flags(result)
     flags.add_engine_flags(result)
@@ -39,8 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parsed = parser().parse_args(arguments)
-    configure_logging(parsed.log_format, parsed.log_level)
+    parsed = flags.parse_and_configure_logging(parser(), arguments)
     config = flags.engine_config(parsed)
     from deepinfer.engine import Engine
 

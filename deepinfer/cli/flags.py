@@ -19,7 +19,7 @@ import msgspec
 
 from deepinfer.config import EngineConfig
 from deepinfer.errors import ConfigError
-from deepinfer.logs import LogFormat, LogLevel
+from deepinfer.logs import LogFormat, LogLevel, configure_logging
 from deepinfer.types import SamplingParams
 
 _BYTE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -154,6 +154,19 @@ SAMPLING_FLAGS = (
 )
 
 
+def command_parser(
+    command: str, description: str, *, positional: str = "", epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """A subcommand's parser, without flags yet; `positional` is what its usage line ends in."""
+    return argparse.ArgumentParser(
+        prog=f"deepinfer {command}",
+        allow_abbrev=False,
+        usage=f"deepinfer {command} [flags] {positional}".rstrip(),
+        description=description,
+        epilog=epilog,
+    )
+
+
 def add_flags(
     parser: argparse.ArgumentParser,
     title: str,
@@ -273,3 +286,12 @@ def add_log_flags(parser: argparse.ArgumentParser, level: LogLevel) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-format", choices=typing.get_args(LogFormat), default="text")
     group.add_argument("--log-level", choices=typing.get_args(LogLevel), default=level)
+
+
+def parse_and_configure_logging(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
+    """What the arguments say; logging is as they ask from here on."""
+    parsed = parser.parse_args(arguments)
+    configure_logging(parsed.log_format, parsed.log_level)
+    return parsed

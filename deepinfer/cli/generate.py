@@ -19,16 +19,12 @@ from deepinfer.cli.run import new_runner, show_progress
 from deepinfer.client import EngineClient
 from deepinfer.config import EngineConfig
 from deepinfer.errors import ConfigError
-from deepinfer.logs import configure_logging
 from deepinfer.types import Delta
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="deepinfer generate",
-        allow_abbrev=False,
-        usage="deepinfer generate [flags] PROMPT",
-        description="Print the answer to one prompt, as it comes.",
+    result = flags.command_parser(
+        "generate", "Print the answer to one prompt, as it comes.", positional="PROMPT"
     )
     result.add_argument("prompt", metavar="PROMPT", help="the text; - reads standard input")
     result.add_argument("--raw", action="store_true", help="continue the text: no chat template")
@@ -41,8 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parsed = parser().parse_args(arguments)
-    configure_logging(parsed.log_format, parsed.log_level)
+    parsed = flags.parse_and_configure_logging(parser(), arguments)
     config = flags.engine_config(parsed)
     if parsed.raw and parsed.system:
         raise ConfigError("--raw uses no messages, so --system has no place. Drop one of them.")

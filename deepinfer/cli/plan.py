@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deepinfer.cli import flags
-from deepinfer.logs import configure_logging
 
 if TYPE_CHECKING:
     from deepinfer.runtime.build import DevicePlan
@@ -21,11 +20,8 @@ _SHORTEST_TOKENS = 512
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="deepinfer plan",
-        allow_abbrev=False,
-        usage="deepinfer plan [flags] [MODEL]",
-        description="Say what fits in memory and why, before loading anything.",
+    result = flags.command_parser(
+        "plan", "Say what fits in memory and why, before loading anything.", positional="[MODEL]"
     )
     flags.add_model_argument(result)
     result.add_argument("--json", action="store_true", help="print one JSON object")
@@ -35,8 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parsed = parser().parse_args(arguments)
-    configure_logging(parsed.log_format, parsed.log_level)
+    parsed = flags.parse_and_configure_logging(parser(), arguments)
     config = flags.engine_config(parsed, parsed.model)
     from deepinfer.runtime.build import plan_device
 

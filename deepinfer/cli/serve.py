@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.cli import flags
 from deepinfer.cli.run import EXIT_INTERRUPTED, Interrupts, first_of, new_runner
 from deepinfer.config import EngineConfig
-from deepinfer.logs import configure_logging
 from deepinfer.serve.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -36,11 +35,10 @@ log = logging.getLogger("deepinfer.serve")
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="deepinfer serve",
-        allow_abbrev=False,
-        usage="deepinfer serve [flags] [MODEL]",
-        description="Serve a model over HTTP, with the OpenAI protocol.",
+    result = flags.command_parser(
+        "serve",
+        "Serve a model over HTTP, with the OpenAI protocol.",
+        positional="[MODEL]",
         epilog=f"The API key may also be given in the environment variable {API_KEY_VARIABLE}.",
     )
     flags.add_model_argument(result)
@@ -51,8 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parsed = parser().parse_args(arguments)
-    configure_logging(parsed.log_format, parsed.log_level)
+    parsed = flags.parse_and_configure_logging(parser(), arguments)
     engine_config = flags.engine_config(parsed, parsed.model)
     server = server_config(parsed)
     with new_runner() as runner:
