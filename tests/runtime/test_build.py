@@ -1,8 +1,5 @@
 """From settings to a device that answers, on a tiny checkpoint."""
 
-import json
-
-import numpy as np
 import pytest
 import torch
 
@@ -10,27 +7,11 @@ from deepinfer.config import EngineConfig
 from deepinfer.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from deepinfer.runtime import build as build_module
 from deepinfer.runtime.build import build_device, plan_device
-from deepinfer.step import SequenceStart, StepPlan
-from deepinfer.types import SamplingParams
-
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture
-def directory(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def directory(tmp_path, write_config):
+    write_config(tmp_path)
     return tmp_path
 
 
@@ -39,7 +20,7 @@ def settings(directory, **changes):
     return EngineConfig(**{**values, "max_num_seqs": 3, **changes})
 
 
-async def test_the_built_device_samples(directory):
+async def test_the_built_device_samples(directory, make_plan, make_start):
     lines = []
     built = build_device(settings(directory), lines.append)
     device = built.device
@@ -47,29 +28,8 @@ async def test_the_built_device_samples(directory):
     assert device.num_blocks == built.memory.num_blocks == 3 * 4 + 1
     assert [line.split()[0] for line in lines] == ["loading", "allocating"]
     assert built.checkpoint.config["model_type"] == "llama"
-    plan = StepPlan(
-        number=1,
-        slots=np.array([3], np.int32),
-        first=np.array([0], np.int32),
-        count=np.array([2], np.int32),
-        samples=np.array([True]),
-        write_from=np.array([0], np.int32),
-        tail_start=np.array([0], np.int32),
-        num_tokens=2,
-        starts=(
-            SequenceStart(
-                slot=3,
-                token_ids=np.array([7, 8], np.int32),
-                prompt_tokens=2,
-                params=SamplingParams(),
-                seed=1,
-                stop_token_ids=(),
-            ),
-        ),
-        table_slots=np.array([3], np.int32),
-        table_columns=np.array([0], np.int32),
-        table_blocks=np.array([1], np.int32),
-    )
+    start = make_start(3, [7, 8], seed=1, temperature=1.0)
+    plan = make_plan(1, [(3, 0, 2, True)], [start], [(3, 0, 1)])
     device.forward(plan)
     device.sample(plan)
     assert 0 <= (await device.collect()).token_ids[0, 0] < 320
@@ -86,13 +46,13 @@ async def test_the_plan_alone_says_what_the_device_will_have(directory):
     await built.device.close()
 
 
-def test_what_cannot_be_served_is_refused_before_loading(directory, monkeypatch):
+def test_what_cannot_be_served_is_refused_before_loading(directory, monkeypatch, write_config):
     with pytest.raises(ConfigError, match="'tpu'"):
         plan_device(settings(directory, device="tpu"))
     monkeypatch.setattr(build_module.host, "available_memory_bytes", lambda: 2**20)
     with pytest.raises(MemoryPlanError, match="does not fit"):
         plan_device(settings(directory))
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "model_type": "gpt_neox"}))
+    write_config(directory, model_type="gpt_neox")
     with pytest.raises(UnsupportedModelError, match="gpt_neox"):
         plan_device(settings(directory))
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import threading
 import weakref
 
@@ -15,31 +14,10 @@ from deepinfer.models import build
 from deepinfer.runtime.device import CpuDevice
 from deepinfer.runtime.runner import Runner
 from deepinfer.runtime.weights import open_checkpoint
-from deepinfer.step import CacheSpec, SequenceStart, StepPlan, StepResult
-from deepinfer.types import SamplingParams
+from deepinfer.step import CacheSpec, StepResult
 
 BLOCK = 4
 MAX_LEN = 64
-
-
-def make_plan(number, rows, starts=(), table=()):
-    """rows: (slot, first, count, samples); table: (slot, column, block)."""
-    slots, first, count, samples = zip(*rows, strict=True)
-    changes = np.array(table, np.int32).reshape(-1, 3)
-    return StepPlan(
-        number=number,
-        slots=np.array(slots, np.int32),
-        first=np.array(first, np.int32),
-        count=np.array(count, np.int32),
-        samples=np.array(samples, np.bool_),
-        write_from=np.array(first, np.int32),
-        tail_start=np.zeros(len(rows), np.int32),
-        num_tokens=sum(count),
-        starts=tuple(starts),
-        table_slots=changes[:, 0],
-        table_columns=changes[:, 1],
-        table_blocks=changes[:, 2],
-    )
 
 
 class EchoRunner:
@@ -81,11 +59,30 @@ async def device():
     await device.close()
 
 
-def one_row(number, first=0):
-    return make_plan(number, [(0, first, 1, True)])
+@pytest.fixture
+def one_row(make_plan):
+    return lambda number, first=0: make_plan(number, [(0, first, 1, True)])
 
 
-async def test_steps_run_in_order_in_one_other_thread(device):
+async def collect_held(device, *plans):
+    """Enqueues the plans; the first stands still in the thread until the event is set.
+
+    Returns (the task that collects it, the event).
+    """
+    reached, release = threading.Event(), threading.Event()
+
+    def hold(number):
+        reached.set()
+        release.wait()
+
+    device.before_step = hold
+    enqueue(device, *plans)
+    collected = asyncio.create_task(device.collect())
+    await asyncio.to_thread(reached.wait)
+    return collected, release
+
+
+async def test_steps_run_in_order_in_one_other_thread(device, one_row):
     enqueue(device, *(one_row(number) for number in range(5)))
     results = [await device.collect() for _ in range(5)]
     assert [result.number for result in results] == list(range(5))
@@ -98,7 +95,7 @@ async def test_steps_run_in_order_in_one_other_thread(device):
 
 
 @pytest.mark.parametrize(("poison", "sampled"), [(13, False), (14, True)])
-async def test_a_failing_step_is_lost_alone(device, poison, sampled):
+async def test_a_failing_step_is_lost_alone(device, poison, sampled, one_row):
     enqueue(device, one_row(1), one_row(2, poison), one_row(3))
     assert (await device.collect()).number == 1
     with pytest.raises(DeviceError, match="Step 2 with 1 rows and 1 tokens failed") as caught:
@@ -108,17 +105,8 @@ async def test_a_failing_step_is_lost_alone(device, poison, sampled):
     assert (("sample", 2) in device._runner.calls) == sampled
 
 
-async def test_a_held_step_leaves_the_event_loop_free(device):
-    reached, release = threading.Event(), threading.Event()
-
-    def hold(number):
-        reached.set()
-        release.wait()
-
-    device.before_step = hold
-    enqueue(device, one_row(1), one_row(2))
-    collected = asyncio.create_task(device.collect())
-    await asyncio.to_thread(reached.wait)
+async def test_a_held_step_leaves_the_event_loop_free(device, one_row):
+    collected, release = await collect_held(device, one_row(1), one_row(2))
     turns = 0
     for _ in range(100):  # the loop turns while the thread stands still
         await asyncio.sleep(0)
@@ -129,7 +117,7 @@ async def test_a_held_step_leaves_the_event_loop_free(device):
     assert (await device.collect()).number == 2
 
 
-async def test_an_error_of_the_hook_is_an_error_of_the_step(device):
+async def test_an_error_of_the_hook_is_an_error_of_the_step(device, one_row):
     def refuse(number):
         if number == 1:
             raise ValueError("not today")
@@ -142,7 +130,7 @@ async def test_an_error_of_the_hook_is_an_error_of_the_step(device):
 
 
 @pytest.mark.parametrize("first", [0, 13])
-async def test_a_cancelled_collect_loses_nothing(device, first):
+async def test_a_cancelled_collect_loses_nothing(device, first, one_row):
     release = threading.Event()
     device.before_step = lambda number: release.wait()
     enqueue(device, one_row(1, first), one_row(2))
@@ -159,7 +147,7 @@ async def test_a_cancelled_collect_loses_nothing(device, first):
     assert (await device.collect()).number == 2
 
 
-async def test_a_closed_device_lets_go_of_weights_and_cache():
+async def test_a_closed_device_lets_go_of_weights_and_cache(one_row):
     runner = EchoRunner()
     device = CpuDevice(runner)
     enqueue(device, one_row(1))
@@ -172,19 +160,10 @@ async def test_a_closed_device_lets_go_of_weights_and_cache():
     assert held() is None
 
 
-async def test_close_drops_the_line_and_joins_the_thread():
+async def test_close_drops_the_line_and_joins_the_thread(one_row):
     runner = EchoRunner()
     device = CpuDevice(runner)
-    reached, release = threading.Event(), threading.Event()
-
-    def hold(number):
-        reached.set()
-        release.wait()
-
-    device.before_step = hold
-    enqueue(device, one_row(1), one_row(2))
-    collected = asyncio.create_task(device.collect())
-    await asyncio.to_thread(reached.wait)
+    collected, release = await collect_held(device, one_row(1), one_row(2))
     closing = asyncio.create_task(device.close())
     await asyncio.sleep(0)
     assert not closing.done()  # the running part must end first
@@ -202,7 +181,7 @@ async def test_close_drops_the_line_and_joins_the_thread():
     assert not any(t.name.startswith("deepinfer-step") for t in threading.enumerate())
 
 
-async def test_a_close_that_is_cut_short_still_wakes_whoever_waits():
+async def test_a_close_that_is_cut_short_still_wakes_whoever_waits(one_row):
     device = CpuDevice(EchoRunner())
     release = threading.Event()
     device.before_step = lambda number: release.wait()
@@ -225,7 +204,7 @@ async def test_an_idle_device_closes_at_once_and_twice():
     await device.close()
 
 
-async def test_calls_out_of_order_are_refused(device):
+async def test_calls_out_of_order_are_refused(device, one_row):
     with pytest.raises(RuntimeError, match="without its forward"):
         device.sample(one_row(1))
     device.forward(one_row(2))
@@ -239,22 +218,9 @@ async def test_calls_out_of_order_are_refused(device):
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
+def tiny_model(tmp_path_factory, write_config):
     directory = tmp_path_factory.mktemp("tiny")
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "max_position_embeddings": MAX_LEN,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    write_config(directory, max_position_embeddings=MAX_LEN, tie_word_embeddings=False)
     checkpoint = open_checkpoint(str(directory), "dummy", seed=4)
     return build(checkpoint.config, checkpoint.tensors, EngineConfig(dtype="float32"))
 
@@ -265,36 +231,33 @@ def make_runner(model, num_blocks=40, num_slots=5):
     )
 
 
-def decode_plans(num_steps, prompts):
-    """All prompts in the first step, then one token each."""
-    starts, table, rows = [], [], []
-    for slot, (prompt, params) in enumerate(prompts):
-        start = SequenceStart(
-            slot=slot,
-            token_ids=np.array(prompt, np.int32),
-            prompt_tokens=len(prompt),
-            params=params,
-            seed=slot,
-            stop_token_ids=(),
-        )
-        starts.append(start)
-        table += [(slot, column, 1 + slot + len(prompts) * column) for column in range(2)]
-        rows.append((slot, 0, len(prompt), True))
-    yield make_plan(0, rows, starts, table)
-    for number in range(1, num_steps):
-        rows = [(slot, len(p) + number - 1, 1, True) for slot, (p, _) in enumerate(prompts)]
-        yield make_plan(number, rows)
+@pytest.fixture
+def decode_plans(make_plan, make_start):
+    """decode_plans(num_steps, prompts): all prompts in the first step, then one token each."""
+
+    def plans(num_steps, prompts):
+        starts, table, rows = [], [], []
+        for slot, (prompt, params) in enumerate(prompts):
+            starts.append(make_start(slot, prompt, seed=slot, **params))
+            table += [(slot, column, 1 + slot + len(prompts) * column) for column in range(2)]
+            rows.append((slot, 0, len(prompt), True))
+        yield make_plan(0, rows, starts, table)
+        for number in range(1, num_steps):
+            rows = [(slot, len(p) + number - 1, 1, True) for slot, (p, _) in enumerate(prompts)]
+            yield make_plan(number, rows)
+
+    return plans
 
 
 PROMPTS = [
-    ([5, 6, 7, 8, 9, 10, 11], SamplingParams(temperature=0.0)),
-    ([200], SamplingParams(temperature=1.0)),
-    ([33, 44, 55], SamplingParams(temperature=0.8, top_k=20, top_p=0.9, logprobs=3)),
-    ([9, 9, 9], SamplingParams(temperature=50.0, top_p=0.999, min_p=0.001)),
+    ([5, 6, 7, 8, 9, 10, 11], {"temperature": 0.0}),
+    ([200], {"temperature": 1.0}),
+    ([33, 44, 55], {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 3}),
+    ([9, 9, 9], {"temperature": 50.0, "top_p": 0.999, "min_p": 0.001}),
 ]
 
 
-async def test_steps_enqueued_ahead_give_the_same_ids_as_one_by_one(tiny_model):
+async def test_steps_enqueued_ahead_give_the_same_ids_as_one_by_one(tiny_model, decode_plans):
     runner = make_runner(tiny_model)
     expected = []
     for plan in decode_plans(16, PROMPTS):
@@ -313,13 +276,13 @@ async def test_steps_enqueued_ahead_give_the_same_ids_as_one_by_one(tiny_model):
     await device.close()
 
 
-async def test_a_resumed_sequence_continues_on_the_real_model(tiny_model):
+async def test_a_resumed_sequence_continues_on_the_real_model(tiny_model, decode_plans):
     runner = make_runner(tiny_model)
     ids = []
     for plan in decode_plans(8, PROMPTS[1:2]):
         runner.forward(plan)
         ids.append(int(runner.sample(plan).token_ids[0, 0]))
-    resumed = [([200, *ids[:5]], SamplingParams(temperature=1.0))]
+    resumed = [([200, *ids[:5]], {"temperature": 1.0})]
     other = make_runner(tiny_model)
     again = []
     for plan in decode_plans(3, resumed):

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.runtime.runner import Runner
-from deepinfer.step import CacheSpec, SequenceStart, StepPlan
-from deepinfer.types import SamplingParams
+from deepinfer.step import CacheSpec
 
 VOCAB = 97
 BLOCK = 4
@@ -57,38 +56,6 @@ def make_runner(num_blocks=32, num_slots=5):
     return Runner(model, cache, num_blocks, num_slots, MAX_LEN)
 
 
-def make_start(slot, token_ids, prompt_tokens=None, seed=0, stop_token_ids=(), **params):
-    params.setdefault("temperature", 0.0)
-    return SequenceStart(
-        slot=slot,
-        token_ids=np.array(token_ids, np.int32),
-        prompt_tokens=prompt_tokens or len(token_ids),
-        params=SamplingParams(**params),
-        seed=seed,
-        stop_token_ids=tuple(stop_token_ids),
-    )
-
-
-def make_plan(number, rows, starts=(), table=(), write_from=None):
-    """rows: (slot, first, count, samples); table: (slot, column, block)."""
-    slots, first, count, samples = zip(*rows, strict=True)
-    changes = np.array(table, np.int32).reshape(-1, 3)
-    return StepPlan(
-        number=number,
-        slots=np.array(slots, np.int32),
-        first=np.array(first, np.int32),
-        count=np.array(count, np.int32),
-        samples=np.array(samples, np.bool_),
-        write_from=np.array(first if write_from is None else write_from, np.int32),
-        tail_start=np.zeros(len(rows), np.int32),
-        num_tokens=sum(count),
-        starts=tuple(starts),
-        table_slots=changes[:, 0],
-        table_columns=changes[:, 1],
-        table_blocks=changes[:, 2],
-    )
-
-
 def whole_table(slot, blocks):
     return [(slot, column, block) for column, block in enumerate(blocks)]
 
@@ -98,23 +65,31 @@ def step(runner, plan, mask=None):
     return runner.sample(plan, mask)
 
 
-def alone(prompt, num_tokens, **params):
-    """One sequence in one slot, prompt at once, then token by token."""
-    runner = make_runner()
-    table = whole_table(1, range(1, 7))
-    result = step(
-        runner,
-        make_plan(0, [(1, 0, len(prompt), True)], [make_start(1, prompt, **params)], table),
-    )
-    tokens = [int(result.token_ids[0, 0])]
-    for number in range(1, num_tokens):
-        known = len(prompt) + number
-        result = step(runner, make_plan(number, [(1, known - 1, 1, True)]))
-        tokens.append(int(result.token_ids[0, 0]))
-    return tokens
+@pytest.fixture(scope="session")
+def alone(make_plan, make_start):
+    """alone(prompt, num_tokens, **params): the ids of one sequence in one slot.
+
+    The prompt is computed at once, then token by token.
+    """
+
+    def run(prompt, num_tokens, **params):
+        runner = make_runner()
+        table = whole_table(1, range(1, 7))
+        result = step(
+            runner,
+            make_plan(0, [(1, 0, len(prompt), True)], [make_start(1, prompt, **params)], table),
+        )
+        tokens = [int(result.token_ids[0, 0])]
+        for number in range(1, num_tokens):
+            known = len(prompt) + number
+            result = step(runner, make_plan(number, [(1, known - 1, 1, True)]))
+            tokens.append(int(result.token_ids[0, 0]))
+        return tokens
+
+    return run
 
 
-def test_rows_of_all_kinds_share_a_step():
+def test_rows_of_all_kinds_share_a_step(make_plan, make_start, alone):
     runner = make_runner()
     step(
         runner,
@@ -141,7 +116,7 @@ def test_rows_of_all_kinds_share_a_step():
     ]
 
 
-def test_rows_that_do_not_sample_have_no_token():
+def test_rows_that_do_not_sample_have_no_token(make_plan, make_start):
     runner = make_runner()
     plan = make_plan(1, [(0, 0, 2, False)], [make_start(0, [1, 2, 3])], [(0, 0, 1)])
     result = step(runner, plan)
@@ -150,7 +125,7 @@ def test_rows_that_do_not_sample_have_no_token():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14), st.data())
-def test_chunks_give_what_the_whole_prompt_gives(prompt, data):
+def test_chunks_give_what_the_whole_prompt_gives(make_plan, make_start, alone, prompt, data):
     params = {"temperature": data.draw(st.sampled_from([0.0, 1.0])), "seed": 77}
     blocks = data.draw(st.permutations(range(1, 7)))
     runner, first, number = make_runner(), 0, 0
@@ -171,7 +146,9 @@ def test_chunks_give_what_the_whole_prompt_gives(prompt, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.sampled_from([0.0, 1.0]))
-def test_a_resumed_sequence_continues_as_if_nothing_had_happened(num_before, temperature):
+def test_a_resumed_sequence_continues_as_if_nothing_had_happened(
+    make_plan, make_start, alone, num_before, temperature
+):
     prompt, params = [3, 1, 4, 1, 5], {"temperature": temperature, "seed": 9, "min_tokens": 4}
     stops = {"stop_token_ids": range(0, VOCAB, 2)}
     expected = alone(prompt, 6, **params, **stops)
@@ -183,7 +160,7 @@ def test_a_resumed_sequence_continues_as_if_nothing_had_happened(num_before, tem
     assert all(token % 2 for token in expected[:4])
 
 
-def test_a_new_sequence_in_a_slot_starts_with_an_empty_table():
+def test_a_new_sequence_in_a_slot_starts_with_an_empty_table(make_plan, make_start):
     runner = make_runner()
     table = whole_table(0, [1, 2])
     step(runner, make_plan(1, [(0, 0, 6, True)], [make_start(0, range(6))], table))
@@ -194,7 +171,7 @@ def test_a_new_sequence_in_a_slot_starts_with_an_empty_table():
     assert batch.block_tables.shape == (1, 1)
 
 
-def test_positions_before_write_from_are_computed_but_not_written():
+def test_positions_before_write_from_are_computed_but_not_written(make_plan, make_start, alone):
     runner = make_runner()
     runner.cache[5] = torch.tensor([1, 2, 3, 4])  # a cached block that others share
     plan = make_plan(
@@ -210,7 +187,7 @@ def test_positions_before_write_from_are_computed_but_not_written():
     assert result.token_ids[0, 0] == alone([1, 2, 3, 4, 5, 6], 1)[0]
 
 
-def test_a_row_beyond_the_context_limit_hurts_nobody():
+def test_a_row_beyond_the_context_limit_hurts_nobody(make_plan, make_start, alone):
     runner = make_runner()
     starts = [make_start(0, range(MAX_LEN)), make_start(1, [5, 6])]
     table = whole_table(0, range(1, 7)) + whole_table(1, [7, 8])
@@ -226,14 +203,14 @@ def test_a_row_beyond_the_context_limit_hurts_nobody():
     assert runner.known_token_ids(1, 2).tolist() == [5, 6]
 
 
-def test_a_sequence_longer_than_the_buffers_is_refused():
+def test_a_sequence_longer_than_the_buffers_is_refused(make_plan, make_start):
     with pytest.raises(ValueError, match=r"25 token ids.*max_model_len = 24"):
         make_runner().forward(
             make_plan(1, [(0, 0, 1, False)], [make_start(0, range(25))], [(0, 0, 1)])
         )
 
 
-def test_changes_of_a_failed_step_are_in_place():
+def test_changes_of_a_failed_step_are_in_place(make_plan, make_start, alone):
     runner = make_runner()
     runner.model.error = RuntimeError("out of luck")
     plan = make_plan(1, [(0, 0, 2, True)], [make_start(0, [1, 2])], [(0, 0, 4)])
@@ -243,7 +220,7 @@ def test_changes_of_a_failed_step_are_in_place():
     assert step(runner, make_plan(2, [(0, 0, 2, True)])).token_ids[0, 0] == alone([1, 2], 1)[0]
 
 
-def test_logprobs_name_rows_of_the_plan():
+def test_logprobs_name_rows_of_the_plan(make_plan, make_start):
     runner = make_runner()
     starts = [
         make_start(0, [1, 2, 3]),
@@ -261,7 +238,7 @@ def test_logprobs_name_rows_of_the_plan():
     assert result.logprobs.top[1, 0, 0] == result.logprobs.chosen[1, 0]
 
 
-def test_a_mask_has_a_line_for_every_row_of_the_plan():
+def test_a_mask_has_a_line_for_every_row_of_the_plan(make_plan, make_start):
     runner = make_runner()
     mask = np.full((2, 4), -1, np.int32)
     mask[1] = [0, 1 << 5, 0, 0]  # only id 37
@@ -270,7 +247,7 @@ def test_a_mask_has_a_line_for_every_row_of_the_plan():
     assert step(runner, plan, mask).token_ids[1, 0] == 37
 
 
-def test_positions_and_places_equal_those_of_a_loop():
+def test_positions_and_places_equal_those_of_a_loop(make_plan, make_start):
     runner = make_runner()
     starts = [make_start(0, range(20)), make_start(1, range(40, 50))]
     table = whole_table(0, [9, 8, 7, 6, 5]) + whole_table(1, [4, 3, 2])
