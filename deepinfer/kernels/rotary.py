@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepinfer.errors import UnsupportedModelError
+from deepinfer.errors import CheckpointError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def inverse_frequencies(
     if kind == "default":
         return inverse, 1.0
     if kind == "linear":
-        return inverse / float(scaling["factor"]), 1.0
+        return inverse / _number(scaling, "factor"), 1.0
     if kind == "factors":
         divisors = torch.tensor(list(scaling["factors"]), dtype=torch.float32)
         if divisors.numel() != inverse.numel():
@@ -71,9 +71,9 @@ def inverse_frequencies(
 
 def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Slow frequencies are divided by `factor`, fast ones kept, those between blended."""
-    factor = float(scaling["factor"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns = float(scaling["original_max_position_embeddings"]) * inverse / (2 * math.pi)
+    factor = _number(scaling, "factor")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    turns = _number(scaling, "original_max_position_embeddings") * inverse / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: fast enough to be left alone
     return (1 - kept) * inverse / factor + kept * inverse
 
@@ -87,7 +87,7 @@ def _yarn(
 ) -> tuple[torch.Tensor, float]:
     """YaRN: interpolates dimensions that turn rarely, keeps the others, sharpens the softmax."""
     original = float(scaling.get("original_max_position_embeddings") or max_positions)
-    factor = float(scaling["factor"])
+    factor = _number(scaling, "factor")
 
     def dimension_turning(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -116,3 +116,15 @@ def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
     if mscale and mscale_all:
         return magnitude(float(mscale)) / magnitude(float(mscale_all))
     return magnitude(1.0)
+
+
+def _number(scaling: Mapping[str, Any], name: str) -> float:
+    """An entry that this kind of scaling cannot do without."""
+    value = scaling.get(name)
+    if not isinstance(value, (int, float)):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        raise CheckpointError(
+            f"rope_scaling of type {kind!r} has {name} = {value!r} where a number is expected. "
+            "The configuration is incomplete; fetch it again."
+        )
+    return float(value)

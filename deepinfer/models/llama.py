@@ -25,12 +25,14 @@ from torch.nn import functional
 from deepinfer.errors import CheckpointError, UnsupportedModelError
 from deepinfer.kernels import cpu_kernels, reference
 from deepinfer.kernels.batch import Batch
-from deepinfer.kernels.linear import Linear, choose_dtype, make_linear
+from deepinfer.kernels.linear import Linear, choose_dtype, linear_bytes, make_linear
 from deepinfer.kernels.rotary import rotary_table
 from deepinfer.step import CacheSpec
 
 if TYPE_CHECKING:
     from deepinfer.models import ModelOptions
+
+_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,24 @@ class DenseConfig:
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def weights_bytes(self, dtype: str) -> int:
+        """What the weights take in memory once they are loaded; `dtype` is resolved."""
+        width, hidden_width, value_bytes = self.width, self.hidden_width, _VALUE_BYTES[dtype]
+        layer = sum(
+            linear_bytes(dtype, out_features, in_features)
+            for out_features, in_features in (
+                (self.query_width + 2 * self.kv_width, width),
+                (width, self.query_width),
+                (2 * hidden_width, width),
+                (width, hidden_width),
+            )
+        )
+        head = linear_bytes(dtype, self.vocab_size, width)
+        if self.tied_embeddings and dtype == "float32":
+            head = 0  # shares the embedding's memory
+        norms = 4 * (2 * self.num_layers + 1) * width
+        return self.num_layers * layer + self.vocab_size * width * value_bytes + head + norms
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -131,18 +151,20 @@ class Llama:
 
     def _load(self, source: _Tensors) -> None:
         config = self.config
-        embedding = source.take("model.embed_tokens.weight", config.vocab_size, config.width)
+        self._load_embedding(source)
         self._rotary = rotary_table(
             config.rope_theta, config.rope_scaling, config.head_dim, config.max_positions
         )
         self._layers = [self._load_layer(source, index) for index in range(config.num_layers)]
         self._final_norm = source.take("model.norm.weight", config.width)
-        head = embedding
-        if not config.tied_embeddings:
-            head = source.take("lm_head.weight", config.vocab_size, config.width)
+
+    def _load_embedding(self, source: _Tensors) -> None:
+        """The largest tensors come first: their float32 copies are gone before the layers come."""
+        shape = self.config.vocab_size, self.config.width
+        embedding = source.take("model.embed_tokens.weight", *shape)
+        self._embedding = embedding.to(getattr(torch, self.dtype))
+        head = embedding if self.config.tied_embeddings else source.take("lm_head.weight", *shape)
         self._head = make_linear(self.dtype, head)
-        stored = torch.float32 if self.dtype == "float32" else getattr(torch, self.dtype)
-        self._embedding = embedding.to(stored)
 
     def _load_layer(self, source: _Tensors, index: int) -> _Layer:
         config, prefix = self.config, f"model.layers.{index}."

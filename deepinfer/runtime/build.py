@@ -17,10 +17,11 @@ import torch
 from deepinfer import models
 from deepinfer.config import EngineConfig
 from deepinfer.errors import ConfigError
+from deepinfer.kernels.linear import DTYPE_CANDIDATES
 from deepinfer.models.llama import DenseConfig
 from deepinfer.runtime import host
 from deepinfer.runtime.device import CpuDevice
-from deepinfer.runtime.memory import MemoryDemand, MemoryPlan, plan_memory
+from deepinfer.runtime.memory import MemoryDemand, MemoryPlan, plan_memory, show_bytes
 from deepinfer.runtime.runner import Runner
 from deepinfer.runtime.weights import Checkpoint, open_checkpoint
 from deepinfer.step import CacheSpec
@@ -55,9 +56,11 @@ def plan_device(config: EngineConfig) -> DevicePlan:
         raise ConfigError(f"device is {config.device!r}; served is: cpu.", "device")
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     models.model_class(str(checkpoint.config.get("model_type", "")))  # refuses by name
+    weights_bytes, weights_note = _weights(checkpoint.config, config)
     demand = MemoryDemand(
         free_bytes=host.available_memory_bytes(),
-        weights_bytes=_weights_bytes(checkpoint, config.dtype),
+        weights_bytes=weights_bytes,
+        weights_note=weights_note,
         cache_spec=_cache_spec(checkpoint.config, config.block_tokens),
         model_max_positions=int(checkpoint.config["max_position_embeddings"]),
         max_num_seqs=config.max_num_seqs,
@@ -139,11 +142,13 @@ def _cache_spec(config: Mapping[str, Any], block_tokens: int) -> CacheSpec:
     return CacheSpec(block_tokens=block_tokens, block_bytes=values * 4)
 
 
-def _weights_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """As loaded; the larger candidate if the dtype is yet to be chosen by measurement."""
-    table = checkpoint.tensors.info("model.embed_tokens.weight")
-    tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    second_table = table.num_values if tied else 0  # the head's own copy, unless both are float32
-    if dtype == "float16":
-        return 2 * (checkpoint.num_parameters + second_table)
-    return 4 * checkpoint.num_parameters + (2 * second_table if dtype == "bfloat16" else 0)
+def _weights(config: Mapping[str, Any], settings: EngineConfig) -> tuple[int, str]:
+    """-> (bytes as loaded, and a remark); the larger candidate if a measurement will choose."""
+    dense = DenseConfig.parse(config)
+    if settings.dtype != "auto":
+        return dense.weights_bytes(settings.dtype), ""
+    if settings.batch_invariant:
+        return dense.weights_bytes("float32"), ""
+    candidates = {dtype: dense.weights_bytes(dtype) for dtype in DTYPE_CANDIDATES}
+    shown = ", ".join(f"{show_bytes(size)} as {dtype}" for dtype, size in candidates.items())
+    return max(candidates.values()), f" at most ({shown}; the faster is taken)"

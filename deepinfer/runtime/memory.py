@@ -43,6 +43,7 @@ class MemoryDemand(msgspec.Struct, frozen=True, kw_only=True):
 
     free_bytes: int
     weights_bytes: int
+    weights_note: str = ""  # follows the size where the plan shows it
     cache_spec: CacheSpec
     model_max_positions: int
     max_num_seqs: int
@@ -80,13 +81,14 @@ def plan_memory(demand: MemoryDemand) -> MemoryPlan:
         kv_cache_bytes=num_blocks * block_bytes,
         weights_bytes=demand.weights_bytes,
         reasons=(
-            f"memory: {_show(demand.free_bytes)} free, of which at most "
+            f"memory: {show_bytes(demand.free_bytes)} free, of which at most "
             f"{demand.memory_utilization:.0%} may be taken (memory_utilization)",
-            f"weights: {_show(demand.weights_bytes)}, workspace: {_show(WORKSPACE_BYTES)}"
-            + (f", sequence state: {_show(_state(demand))}" if _state(demand) else "")
-            + f"; this leaves room for {_show(room)} of KV cache",
+            f"weights: {show_bytes(demand.weights_bytes)}{demand.weights_note}, "
+            f"workspace: {show_bytes(WORKSPACE_BYTES)}"
+            + (f", sequence state: {show_bytes(_state(demand))}" if _state(demand) else "")
+            + f"; this leaves room for {show_bytes(room)} of KV cache",
             f"context: {max_model_len:,} tokens ({length_reason})",
-            f"KV cache: {_show(num_blocks * block_bytes)} = {num_blocks:,} blocks of "
+            f"KV cache: {show_bytes(num_blocks * block_bytes)} = {num_blocks:,} blocks of "
             f"{demand.cache_spec.block_tokens} tokens, {tokens:,} tokens in all ({cache_reason})",
         ),
     )
@@ -110,12 +112,12 @@ def _room(demand: MemoryDemand) -> int:
     if room < least:
         needed = usable - room + least
         raise MemoryPlanError(
-            f"The model does not fit: it needs at least {_show(needed)} (weights "
-            f"{_show(demand.weights_bytes)}, workspace {_show(WORKSPACE_BYTES)}, state of "
-            f"{demand.max_num_seqs} sequences {_show(_state(demand))}, two KV blocks), but "
-            f"{_show(usable)} may be taken: {demand.memory_utilization:.0%} of the "
-            f"{_show(demand.free_bytes)} that are free. Free memory, choose --dtype float16 or a "
-            "smaller model, or lower --max-num-seqs if the state is what is large."
+            f"The model does not fit: it needs at least {show_bytes(needed)} (weights "
+            f"{show_bytes(demand.weights_bytes)}, workspace {show_bytes(WORKSPACE_BYTES)}, state "
+            f"of {demand.max_num_seqs} sequences {show_bytes(_state(demand))}, two KV blocks), but "
+            f"{show_bytes(usable)} may be taken: {demand.memory_utilization:.0%} of the "
+            f"{show_bytes(demand.free_bytes)} that are free. Free memory, choose --dtype float16 "
+            "or a smaller model, or lower --max-num-seqs if the state is what is large."
         )
     return room
 
@@ -126,9 +128,9 @@ def _cache_limit(demand: MemoryDemand, room: int) -> tuple[int, str]:
     if asked:
         if asked > room or asked < 2 * demand.cache_spec.block_bytes:
             raise MemoryPlanError(
-                f"kv_cache_memory_bytes is {asked:,} ({_show(asked)}); it can be "
+                f"kv_cache_memory_bytes is {asked:,} ({show_bytes(asked)}); it can be "
                 f"{2 * demand.cache_spec.block_bytes:,} (two blocks) to {room:,} "
-                f"({_show(room)}, what weights and workspace leave). 0 derives it."
+                f"({show_bytes(room)}, what weights and workspace leave). 0 derives it."
             )
         return asked, "kv_cache_memory_bytes"
     if demand.fill:
@@ -156,7 +158,7 @@ def _context(demand: MemoryDemand, room: int, limit: int) -> tuple[int, str]:
         needed = (_blocks(demand, demand.max_model_len) + 1) * block_bytes
         raise MemoryPlanError(
             f"A sequence of max_model_len = {demand.max_model_len:,} tokens needs "
-            f"{_show(needed)} of KV cache, but there is room for {_show(most_bytes)}. "
+            f"{show_bytes(needed)} of KV cache, but there is room for {show_bytes(most_bytes)}. "
             f"At most {holds:,} tokens fit: set --max-model-len {holds} or less, or free memory."
         )
     return demand.max_model_len, "max_model_len"
@@ -171,7 +173,8 @@ def _state(demand: MemoryDemand) -> int:
     return demand.cache_spec.state_bytes * (demand.max_num_seqs + 1)
 
 
-def _show(num_bytes: int) -> str:
+def show_bytes(num_bytes: int) -> str:
+    """For a person: "513.1 MiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

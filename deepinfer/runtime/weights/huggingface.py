@@ -41,7 +41,7 @@ def describe_directory(
         format=stored_as,
         config=config,
         tensors=tensors,
-        generation_config=_read_json(directory / "generation_config.json", optional=True),
+        generation_config=_generation_config(directory / "generation_config.json"),
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(directory, tokenizer_config),
         tokenizer_json=tokenizer_json if tokenizer_json.is_file() else None,
@@ -108,6 +108,18 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object.")
     return content
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    """Its sampling settings become the defaults of every request, so they must be numbers."""
+    stored = _read_json(path, optional=True)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        value = stored.get(name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise CheckpointError(
+                f"{path} has {name} = {value!r}; a number is expected. Correct it."
+            )
+    return stored
 
 
 def _read_text(path: Path) -> str:

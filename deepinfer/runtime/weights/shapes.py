@@ -22,6 +22,7 @@ _REQUIRED_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "max_position_embeddings",
 )
 # Derived from the configuration, or a copy of the embedding where the two are tied.
 _REDUNDANT = ("rotary_emb.inv_freq", "lm_head.weight")

@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "vocab_size": 40,
+    "max_position_embeddings": 64,
 }
 
 
