@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,6 +35,42 @@ def test_auto_chooses_a_kind_and_says_why() -> None:
     assert "1 / 4 rows" in reason
     assert "float32 " in reason
     assert "float16 " in reason
+
+
+GROWTH = """
+import json, torch
+from deepinfer.kernels.linear import linear_bytes, make_linear
+
+def anonymous_bytes():
+    with open("/proc/self/status") as lines:
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+torch.set_num_threads(1)
+weight = torch.ones(20001, 576).to(torch.bfloat16)
+kept, seen = [], {}
+for dtype in ("float32", "float16", "bfloat16"):
+    wide = weight.float()
+    before = anonymous_bytes()
+    kept.append(make_linear(dtype, wide))
+    own = wide.nbytes if dtype == "float32" else 0  # which it takes over as it is
+    seen[dtype] = (anonymous_bytes() - before + own) / linear_bytes(dtype, *weight.shape)
+    if dtype == "float32":
+        kept.append(wide)
+print(json.dumps(seen))
+"""
+
+
+def test_weights_take_the_memory_that_is_planned_for_them() -> None:
+    """In a process of its own, whose memory nothing else changes."""
+    run = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for dtype, share in json.loads(run.stdout).items():
+        assert share == pytest.approx(1.0, abs=0.03), dtype
 
 
 def test_an_unknown_dtype_is_refused() -> None:

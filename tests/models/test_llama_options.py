@@ -61,6 +61,22 @@ def test_options_without_implementation_are_refused_by_name(
         build({**CONFIG, option: value}, tensors(), paging.Options())
 
 
+def test_rope_scaling_without_its_numbers_is_refused(paging: Any) -> None:
+    for rope_type in ("linear", "yarn", "llama3"):
+        scaling = {"rope_type": rope_type, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        with pytest.raises(CheckpointError, match=f"'{rope_type}' has factor = None"):
+            build({**CONFIG, "rope_scaling": scaling}, tensors(), paging.Options())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bytes_of_all_weights(tied: bool) -> None:
+    config = DenseConfig.parse({**CONFIG, "tie_word_embeddings": tied})
+    num_values = sum(tensor.numel() for tensor in tensors().values()) + (not tied) * 31 * 16
+    assert config.weights_bytes("float32") == 4 * num_values
+    copy = 2 * 31 * 16 if tied else -2 * 31 * 16  # a table of bfloat16 and a head of float32
+    assert config.weights_bytes("bfloat16") == 4 * num_values + copy
+
+
 def test_an_unknown_architecture_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="mamba"):
         model_class("mamba")

@@ -12,6 +12,7 @@ import torch
 
 from deepinfer.errors import CheckpointError, ModelError, UnsupportedModelError
 from deepinfer.runtime.weights import open_checkpoint
+from deepinfer.text.tokenizer import Tokenizer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -78,6 +79,15 @@ def test_the_size_of_values(tmp_path: Path) -> None:
     assert 0.019 < float(tensors["model.embed_tokens.weight"].std()) < 0.021
     assert torch.equal(tensors["model.norm.weight"], torch.ones(32))
     assert torch.equal(tensors["model.layers.0.self_attn.q_proj.bias"], torch.zeros(64))
+
+
+def test_a_vocabulary_of_bytes_where_there_is_no_tokenizer(tmp_path: Path) -> None:
+    path = write_config(tmp_path, model_type="llama", vocab_size=300)
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path, "dummy"))
+    text = "".join(map(chr, range(256))) + "€🙂"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode([*b"a ", 256, 299]) == "a <|256|><|299|>"
+    assert tokenizer.vocab_size == 300
 
 
 def test_the_configuration_of_a_gguf_serves_too(write_gguf: Callable[..., Path]) -> None:

@@ -263,6 +263,12 @@ def test_a_broken_configuration(directory: Path, content: str, message: str) -> 
         open_checkpoint(str(directory))
 
 
+def test_sampling_settings_that_are_no_numbers(directory: Path) -> None:
+    write_json(directory / "generation_config.json", {"temperature": None, "top_p": "0.9"})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json has top_p = '0\.9'"):
+        open_checkpoint(str(directory), "dummy")
+
+
 def test_a_template_that_is_not_text(directory: Path) -> None:
     save_file(random_tensors(), directory / "model.safetensors")
     (directory / "chat_template.jinja").write_bytes(b"\xff")
