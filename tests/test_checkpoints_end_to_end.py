@@ -460,6 +460,18 @@ async def test_the_plan_is_what_the_engine_does(
     assert any(line.startswith(weights.split(", workspace")[0]) for line in lines)
 
 
+def test_the_plan_makes_room_for_either_dtype_that_a_measurement_may_choose(
+    saved: Callable[[str], Saved],
+) -> None:
+    def weights_bytes(**changes: Any) -> int:
+        return plan_device(settings(saved("llama").path, **changes)).memory.weights_bytes
+
+    float32, float16 = weights_bytes(dtype="float32"), weights_bytes(dtype="float16")
+    assert float32 < float16  # of layers as narrow as these, packing makes more
+    assert weights_bytes(dtype="auto") == float16
+    assert weights_bytes(dtype="auto", batch_invariant=True) == float32
+
+
 def without_a_tensor(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]

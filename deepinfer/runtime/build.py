@@ -93,6 +93,7 @@ def _build(
     checkpoint, memory = plan.checkpoint, plan.memory
     on_progress(f"loading {checkpoint.describe()}")
     model = models.build(checkpoint.config, checkpoint.tensors, config)
+    host.return_freed_memory()
     if model.cache_spec() != _cache_spec(checkpoint.config, config.block_tokens):
         raise AssertionError("the memory plan assumed another cache than the model has")
     num_slots = config.max_num_seqs + 1  # slot 0 may stay free, for padding

@@ -1,10 +1,15 @@
 """Memory and cores as a container sees them."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from deepinfer.runtime.host import available_memory_bytes, usable_cores
+from deepinfer.runtime.host import (
+    available_memory_bytes,
+    return_freed_memory,
+    usable_cores,
+)
 
 MIB = 2**20
 
@@ -73,3 +78,20 @@ def test_an_exhausted_limit_leaves_nothing(machine):
     machine("sys/fs/cgroup/memory.max", 10 * MIB)
     root = machine("sys/fs/cgroup/memory.current", 12 * MIB)
     assert available_memory_bytes(root) == 0
+
+
+def anonymous_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def test_freed_memory_goes_back_to_the_system():
+    """What is freed between allocations that stay is not at the heap's end, so it needs asking."""
+    size = 100_000  # below what the C library maps, and so unmaps, by itself
+    pairs = [(bytearray(size), bytearray(size)) for _ in range(400)]
+    kept = [first for first, _ in pairs]
+    del pairs
+    before = anonymous_bytes()
+    return_freed_memory()
+    assert before - anonymous_bytes() > 300 * size
+    assert len(kept) == 400
