@@ -246,7 +246,8 @@ class Engine:
         if stored.get("do_sample") is False:
             return SamplingParams(temperature=0.0)
         names = ("temperature", "top_k", "top_p", "min_p")
-        return SamplingParams(**{name: stored[name] for name in names if stored.get(name)})
+        given = {name: stored[name] for name in names if stored.get(name) is not None}
+        return SamplingParams(**given)
 
     def explain(self) -> list[str]:
         """Every derived value with its reason, a line each, for start-up."""

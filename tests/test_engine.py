@@ -206,9 +206,9 @@ async def test_defaults_are_what_the_checkpoint_recommends(start_engine: StartEn
     for says_nothing in ({}, {"temperature": None}):
         engine = await start_engine(checkpoint={"generation_config": says_nothing})
         assert engine.default_params() == SamplingParams()
-    greedy = {"do_sample": False, "temperature": 0.6}
-    engine = await start_engine(checkpoint={"generation_config": greedy})
-    assert engine.default_params() == SamplingParams(temperature=0.0)
+    for greedy in ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}):
+        engine = await start_engine(checkpoint={"generation_config": greedy})
+        assert engine.default_params() == SamplingParams(temperature=0.0)
 
 
 # --- seeds ---
