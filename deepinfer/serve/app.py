@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import ssl
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from deepinfer.client import EngineClient
 from deepinfer.clock import Clock, RealClock
@@ -37,6 +40,8 @@ from deepinfer.serve.keys import (
 from deepinfer.serve.metrics import PrometheusObserver
 from deepinfer.serve.middleware import build_middlewares, label_response
 from deepinfer.serve.settings import ServerConfig as ServerConfig
+
+log = logging.getLogger("deepinfer.serve")
 
 
 class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +84,21 @@ def create_app(
     return app
 
 
+class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's own log: what no handler sees. A peer that breaks the protocol gets one line.
+
+    Such a peer (a port scanner, say) is answered 400 and cut off by aiohttp, which by itself would
+    write a traceback at "error" each time: anybody could fill the log and hide real errors.
+    """
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError):
+            reason = " ".join(exc_info.message.split())
+            self.info("Closed a connection that does not speak proper HTTP: %s", reason)
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **more)
+
+
 @contextlib.asynccontextmanager
 async def run_server(app: web.Application, config: ServerConfig) -> AsyncIterator[RunningServer]:
     """Serves `app` inside the block. A client that leaves cancels the handler of its request."""
@@ -87,6 +107,7 @@ async def run_server(app: web.Application, config: ServerConfig) -> AsyncIterato
         app,
         handler_cancellation=True,
         access_log=None,  # serve/middleware.py writes its own lines, with request ids
+        logger=_ConnectionLog(log, {}),
         shutdown_timeout=config.shutdown_timeout_s,
     )
     await runner.setup()
@@ -104,7 +125,14 @@ async def _listen(
 ) -> RunningServer:
     scheme = "https" if tls else "http"
     if config.uds:
-        await web.UnixSite(runner, config.uds, ssl_context=tls, backlog=1024).start()
+        try:
+            await web.UnixSite(runner, config.uds, ssl_context=tls, backlog=1024).start()
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on the Unix socket {config.uds}: {error.strerror or error}. "
+                "Choose another --uds.",
+                "uds",
+            ) from error
         return RunningServer(url=f"{scheme}://unix:{config.uds}", uds=config.uds)
     site = web.TCPSite(runner, config.host, config.port, ssl_context=tls, backlog=1024)
     try:

@@ -19,6 +19,7 @@ from deepinfer.types import Delta, FinishReason, SamplingParams
 IndexedDelta = tuple[int, Delta]
 Receive = Callable[[Sequence[IndexedDelta]], Awaitable[None]]
 _LOADING_RETRY_S = 2.0
+_CUT_OFF = "The server stopped before the answer was complete."
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +72,15 @@ async def follow(streams: Sequence[TokenStream], receive: Receive) -> None:
     """Hands every delta to `receive`, those that are ready together in one call.
 
     Returns when all streams have ended. The first failure, of a stream or of `receive`, ends it
-    and is raised bare.
+    and is raised bare. An engine that is closed meanwhile is a server that stops, not a failure.
     """
+    try:
+        await _follow(streams, receive)
+    except EngineClosedError as error:
+        raise DrainingError(_CUT_OFF, _LOADING_RETRY_S) from error
+
+
+async def _follow(streams: Sequence[TokenStream], receive: Receive) -> None:
     if len(streams) == 1:
         async for delta in streams[0]:
             _refuse_cut_off(delta)
@@ -116,4 +124,4 @@ async def _forward(
 def _refuse_cut_off(delta: Delta) -> None:
     """A cancel that the client did not ask for is the server's end, not an answer's."""
     if delta.finish_reason is FinishReason.CANCELLED:
-        raise DrainingError("The server stopped before the answer was complete.", _LOADING_RETRY_S)
+        raise DrainingError(_CUT_OFF, _LOADING_RETRY_S)

@@ -147,6 +147,31 @@ async def test_broken_transfer_is_the_clients_mistake(front: Any, rest: bytes) -
 
 
 @pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /\x1b[31m HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_a_peer_that_breaks_the_protocol_cannot_fill_the_log(
+    front: Any, caplog: pytest.LogCaptureFixture, nonsense: bytes
+) -> None:
+    with caplog.at_level(logging.INFO):
+        reader, writer = await front.open_socket()
+        writer.write(nonsense)
+        assert b" 400 " in await reader.readline()
+        await reader.read()
+        writer.close()
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("deepinfer.serve", logging.INFO)
+    assert record.exc_info is None
+    assert "\n" not in record.getMessage()
+    assert "\x1b" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
     ("declared", "status"),
     [
         ("application/json", 200),
@@ -220,6 +245,13 @@ async def test_unix_socket(serve: Any, tmp_path: Path) -> None:
         assert front.server.uds == str(path)
         assert (await front.chat()).status == 200
     assert not path.exists()
+
+
+async def test_unix_socket_that_cannot_be(engine: Any, tmp_path: Path) -> None:
+    config = ServerConfig(uds=str(tmp_path / "nowhere" / "front.sock"))
+    with pytest.raises(ConfigError, match=r"front\.sock: No such file"):
+        async with run_server(create_app(engine, config), config):
+            pass
 
 
 @pytest.fixture
