@@ -120,7 +120,7 @@ SERVER_FLAGS = (
     Flag("--model-alias", "model_aliases", "one more name of the model; may be given again"),
     Flag("--max-body-bytes", "max_body_bytes", "larger requests are refused with 413", "SIZE"),
     Flag("--max-n", "max_n", "answers to one prompt at most"),
-    Flag("--max-prompts", "max_prompts", "prompts in one completions request at most"),
+    Flag("--max-prompts", "max_prompts", "prompts, times n, in one completions request at most"),
     Flag("--request-timeout", "request_timeout_s", "deadline of every request; 0: none", "SECONDS"),
     Flag("--body-timeout", "body_timeout_s", "time to send a request's body", "SECONDS"),
     Flag(

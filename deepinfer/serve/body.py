@@ -90,4 +90,5 @@ def _name_the_field(text: str) -> RequestError:
     if missing is not None:
         field = f"{field}.{missing[1]}" if field else missing[1]
         return RequestError(f"The field {field} is missing; it is required.", field)
-    return RequestError(f"{field or 'The body'} has the wrong type: {what}.", field or None)
+    problem = "has the wrong type" if what.startswith("Expected") else "has a bad value"
+    return RequestError(f"{field or 'The body'} {problem}: {what}.", field or None)

@@ -104,5 +104,17 @@ def _success(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[s
     else:
         content = {"application/json": {"schema": schema_of[endpoint.answer]}}
     if endpoint.event is not None:
-        content["text/event-stream"] = {"schema": schema_of[endpoint.event]}
+        content["text/event-stream"] = {"schema": _event(schema_of[endpoint.event])}
     return {"description": "OK", "content": content}
+
+
+def _event(data: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream: its data is a chunk, an error, or the mark that ends the stream."""
+    chunk = {"oneOf": [data, {"$ref": "#/components/schemas/ErrorResponse"}]}
+    as_json = {"contentMediaType": "application/json", "contentSchema": chunk}
+    return {
+        "description": "One server-sent event.",
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, {"type": "string", **as_json}]}},
+    }

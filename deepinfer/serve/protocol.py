@@ -25,6 +25,10 @@ def _range(low: float, high: float | None = None) -> Meta:
     return Meta(extra_json_schema=schema)
 
 
+_AT_LEAST_ONE = Meta(extra_json_schema={"minItems": 1})
+TokenId = Annotated[int, _range(0)]
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
@@ -48,7 +52,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_p: Annotated[float, _range(0, 1)] | None = None
     min_tokens: Annotated[int, _range(0)] | None = None
     ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     priority: int = 0  # lower goes first
@@ -77,7 +81,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/completions. `max_tokens` is 16 unless given, as at OpenAI."""
 
-    prompt: str | list[str | int | list[int]]  # one text, texts, one list of ids, lists of ids
+    # one text, texts, one list of ids, lists of ids
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], _AT_LEAST_ONE]
     echo: bool | None = None
     logprobs: Annotated[int, _range(0, MAX_TOP_LOGPROBS)] | None = None
     # ours
@@ -105,7 +110,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], _AT_LEAST_ONE]
     max_completion_tokens: Annotated[int, _range(1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _range(0, MAX_TOP_LOGPROBS)] | None = None
@@ -295,7 +300,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class DetokenizeResponse(msgspec.Struct):

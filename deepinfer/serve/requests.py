@@ -107,9 +107,12 @@ def completion_prompts(request: CompletionRequest, max_prompts: int) -> list[str
         )
     if isinstance(prompt[0], int):
         return [cast(list[int], prompt)]
-    if len(prompt) > max_prompts:
+    n = request.n or 1
+    if len(prompt) * n > max_prompts:
+        times = f", times n = {n}" if n > 1 else ""
         raise RequestError(
-            f"prompt holds {len(prompt)} prompts; one request may hold {max_prompts}.", "prompt"
+            f"prompt holds {len(prompt)} prompts{times}; one request may hold {max_prompts}.",
+            "prompt",
         )
     return cast(list[str | list[int]], prompt)
 

@@ -30,7 +30,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # --- limits ---
     max_body_bytes: int = 16 * MEBIBYTE
     max_n: int = 64  # answers to one prompt
-    max_prompts: int = 1024  # prompts in one completions request
+    max_prompts: int = 1024  # prompts, times n, in one completions request
     request_timeout_s: float = 0.0  # deadline of every request, from arrival; 0: only its own
     body_timeout_s: float = 60.0  # how long a client may take to send its body
     shutdown_timeout_s: float = 60.0  # how long answers under way may take when the server stops

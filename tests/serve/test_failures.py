@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
 
 from deepinfer.client import EngineState
-from deepinfer.errors import DeadlineExceededError, DeviceError, QueueFullError
+from deepinfer.errors import (
+    DeadlineExceededError,
+    DeviceError,
+    EngineClosedError,
+    QueueFullError,
+)
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -136,6 +142,22 @@ async def test_bad_completion_names_the_field(
     assert (reply.status, reply.error["param"]) == (400, param), reply.text
 
 
+async def test_a_number_out_of_range_is_not_a_wrong_type(front: Any) -> None:
+    body = b'{"prompt": "x", "temperature": 1e999}'
+    headers = {"Content-Type": "application/json"}
+    reply = await front.call("POST", "/v1/completions", data=body, headers=headers)
+    assert (reply.status, reply.error["param"]) == (400, "temperature")
+    assert "type" not in reply.error["message"]
+
+
+async def test_prompts_times_answers_are_bounded(serve: Any) -> None:
+    async with serve(max_prompts=4) as front:
+        assert (await front.post("/v1/completions", {"prompt": ["x"] * 2, "n": 2})).status == 200
+        reply = await front.post("/v1/completions", {"prompt": ["x"] * 2, "n": 3})
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert "2 prompts, times n = 3" in reply.error["message"]
+
+
 async def test_missing_fields_are_named(front: Any) -> None:
     for path, param in ((CHAT, "messages"), (COMPLETIONS, "prompt")):
         reply = await front.post(path, {"model": "scripted"})
@@ -251,6 +273,21 @@ async def test_failing_in_the_middle(
     assert error["error"]["code"] == code
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith("H")
     assert all(stream.closed.is_set() for stream in front.engine.streams)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_an_engine_closed_meanwhile_is_a_server_that_stops(
+    front: Any, caplog: pytest.LogCaptureFixture, n: int
+) -> None:
+    front.engine.failure = EngineClosedError("The engine was closed.")
+    for stream in (False, True):
+        reply = await front.chat(n=n, stream=stream)
+        assert (reply.status, reply.error["code"]) == (503, "draining")
+        assert "Retry-After" in reply.headers
+    front.engine.fail_after = 3
+    reply = await front.chat(n=n, stream=True)
+    assert (reply.status, reply.events[-1]["error"]["code"]) == (200, "draining")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("state", [EngineState.NEW, EngineState.LOADING])

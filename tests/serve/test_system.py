@@ -152,3 +152,31 @@ async def test_documented_ranges_are_the_enforced_ones(front: Any) -> None:
                     assert (bad.status, bad.error["param"]) == (400, field), (field, bound)
                     checked += 1
     assert checked >= 20
+
+
+async def test_documented_events_are_the_sent_ones(front: Any) -> None:
+    document = (await front.get("/openapi.json")).json
+    for path, kind in (
+        ("/v1/completions", "CompletionResponse"),
+        ("/v1/chat/completions", "ChatCompletionChunk"),
+    ):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        done, chunk = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+        assert done == {"const": (await front.chat(stream=True)).events[-1]}
+        assert chunk["contentMediaType"] == "application/json"
+        kinds = [option["$ref"].rsplit("/", 1)[-1] for option in chunk["contentSchema"]["oneOf"]]
+        assert kinds == [kind, "ErrorResponse"]
+
+
+async def test_documented_minima_of_lists_are_enforced(front: Any) -> None:
+    schemas = (await front.get("/openapi.json")).json["components"]["schemas"]
+    messages = schemas["ChatCompletionRequest"]["properties"]["messages"]
+    prompts = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"][1]
+    assert (messages["minItems"], prompts["minItems"]) == (1, 1)
+    assert schemas["DetokenizeRequest"]["properties"]["tokens"]["items"]["minimum"] == 0
+    for path, body in (
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/completions", {"prompt": []}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        assert (await front.post(path, body)).status == 400
