@@ -93,8 +93,9 @@ class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
         if isinstance(exc_info, HttpProcessingError):
-            reason = " ".join(exc_info.message.split())
-            self.info("Closed a connection that does not speak proper HTTP: %s", reason)
+            reason = exc_info.message.partition(":")[0]  # what follows may quote a header: a key
+            kind = type(exc_info).__name__
+            self.info("Closed a connection that does not speak proper HTTP: %s, %s", kind, reason)
         else:
             super().exception(msg, *args, exc_info=exc_info, **more)
 

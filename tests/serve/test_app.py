@@ -149,7 +149,8 @@ async def test_broken_transfer_is_the_clients_mistake(front: Any, rest: bytes) -
 @pytest.mark.parametrize(
     "nonsense",
     [
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"secret" * 4000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\x00\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /\x1b[31m HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -168,7 +169,7 @@ async def test_a_peer_that_breaks_the_protocol_cannot_fill_the_log(
     assert (record.name, record.levelno) == ("deepinfer.serve", logging.INFO)
     assert record.exc_info is None
     assert "\n" not in record.getMessage()
-    assert "\x1b" not in record.getMessage()
+    assert "secret" not in record.getMessage()
 
 
 @pytest.mark.parametrize(
