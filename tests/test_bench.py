@@ -34,7 +34,7 @@ def test_scheduler(capsys):
 def test_engine(capsys):
     table, document = run(
         capsys,
-        *("engine", "--without-transformers", "--dtype", "float32"),
+        *("engine", "--transformers", "--dtype", "float32"),
         *("--concurrency", "1", "2", "--input-tokens", "8", "--output-tokens", "3"),
     )
     rounds = document["rounds"]

@@ -55,11 +55,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument(
+        "--transformers",
+        nargs="*",
+        default=["float32"],
+        metavar="DTYPE",
+        help="dtypes to measure transformers in; none: leave it out",
+    )
     parsed = parser.parse_args(arguments)
     names = [f"deepinfer {dtype}" for dtype in parsed.dtype]
-    if not parsed.without_transformers:
-        names.append("transformers")
+    names += [f"transformers {dtype}" for dtype in parsed.transformers]
     with contextlib.ExitStack() as stack:
         rounds = _measure([stack.enter_context(_System(name, parsed)) for name in names], parsed)
     document = {
@@ -108,10 +113,11 @@ class _System:
 def _serve(there: Connection, name: str, parsed: argparse.Namespace) -> None:
     """The other process: starts the system, then answers prompts until None comes."""
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
-        if name == "transformers":
-            title, run = _theirs(parsed)
+        kind, dtype = name.split()
+        if kind == "transformers":
+            title, run = _theirs(dtype, parsed)
         else:
-            title, run = _ours(runner, stack, name.split()[1], parsed)
+            title, run = _ours(runner, stack, dtype, parsed)
         there.send(title)
         while (prompts := there.recv()) is not None:
             there.send(_round(name, prompts, parsed, partial(run, prompts)))
@@ -200,8 +206,7 @@ def _ours(
 # --- transformers ---
 
 
-def _theirs(parsed: argparse.Namespace) -> tuple[str, Run]:
-    """In float32, which is what it computes fastest in on a CPU without bfloat16 units."""
+def _theirs(dtype: str, parsed: argparse.Namespace) -> tuple[str, Run]:
     import torch
     import transformers
 
@@ -212,7 +217,7 @@ def _theirs(parsed: argparse.Namespace) -> tuple[str, Run]:
     where: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     # from_pretrained leaves the model in evaluation mode.
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent if path.is_file() else path, dtype=torch.float32, **where
+        path.parent if path.is_file() else path, dtype=getattr(torch, dtype), **where
     )
 
     class Stamps(transformers.StoppingCriteria):
@@ -240,4 +245,4 @@ def _theirs(parsed: argparse.Namespace) -> tuple[str, Run]:
             )
         return [stamps.times] * len(prompts)
 
-    return f"transformers {transformers.__version__}, float32", generate
+    return f"transformers {transformers.__version__}, {dtype}", generate
