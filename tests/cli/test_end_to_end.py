@@ -176,6 +176,8 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.chdir(CHECKOUT)
+            # As from a terminal, also where the tests run in the background, which ignores it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(arguments[0], arguments)
         self._shown = b""
 
