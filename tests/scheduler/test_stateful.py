@@ -92,7 +92,7 @@ class SchedulerLife(RuleBasedStateMachine):
                 deadline_s=deadline_s,
             )
         except QueueFullError:
-            assert self.rig.state.waiting.num_requests == 30
+            assert self.rig.state.waiting.num_requests >= 30  # the preempted come on top
         else:
             self.sequences.append(sequence)
 
