@@ -165,6 +165,7 @@ def test_no_life_breaks_the_books(rig_class):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_no_long_life_breaks_the_books(rig_class):
     # Without shrinking: a failure of this size takes minutes to make small.
     assert _live(150, 60, rig_class, (Phase.generate,))["steps"] > 10_000
