@@ -104,7 +104,6 @@ async def test_small_steps_in_the_plain_loop() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.timeout(1800)
 async def test_every_setting_with_all_64_tokens() -> None:
     outcomes = await parity.run_settings(EXPECTED, "float32", 64)
@@ -119,7 +118,6 @@ async def test_every_setting_with_all_64_tokens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.timeout(1800)
 def test_transformers_still_gives_what_was_recorded() -> None:
     with warnings.catch_warnings():
