@@ -194,6 +194,18 @@ async def test_a_failed_step_publishes_nothing(rig):
     assert again.new_token_ids == one.alone(again)
 
 
+async def test_a_step_in_flight_publishes_nothing_before_its_results_are_in(rig):
+    one = rig(max_num_batched_tokens=8)
+    prompt = list(range(30))
+    one.device.fail(2)
+    await one.finish_all(one.submit(prompt, 2))
+    assert len(one.state.prefix) == 2  # the two blocks of step 1, none of step 2
+    again = one.submit(prompt, 2)
+    await one.finish_all(again)
+    assert again.cached_tokens == 8
+    assert again.new_token_ids == one.alone(again)
+
+
 async def test_every_start_is_told_once_and_before_its_rows(rig):
     one = rig(step_time=step_time, num_blocks=21, num_slots=4)
     sequences = [one.submit([number] * (5 + 7 * number), 20) for number in range(1, 6)]
