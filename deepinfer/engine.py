@@ -44,6 +44,7 @@ from deepinfer.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.runtime.build import BuiltDevice
+    from deepinfer.runtime.weights import Checkpoint
 
 BEAT_INTERVAL_S = 0.05  # how often the event loop's delay is measured
 LAG_MEMORY = 0.98  # per interval, how slowly the worst delay is forgotten
@@ -88,9 +89,7 @@ class Engine:
             raise EngineClosedError(f"start() on an engine that is {self._state}; make a new one.")
         self._state = EngineState.LOADING
         self._event_loop = asyncio.get_running_loop()
-        self._loading = self._event_loop.create_task(
-            asyncio.to_thread(self._load), name="deepinfer load"
-        )
+        self._loading = self._event_loop.create_task(self._load(), name="deepinfer load")
         try:
             built = await asyncio.shield(self._loading)
         except asyncio.CancelledError:
@@ -158,19 +157,28 @@ class Engine:
             if not isinstance(built, BaseException):
                 await built.device.close()
 
-    def _load(self) -> BuiltDevice:
-        """Blocks; runs in a thread."""
-        if self._build is None:
-            self._on_progress("importing torch")
-            from deepinfer.runtime.build import build_device
-
-            built = build_device(self.config, self._on_progress)
-        else:
-            built = self._build(self.config, self._on_progress)
-        self._tokenizer = _tokenizer(self.config, built.checkpoint)
-        template = _chat_template_source(self.config, built.checkpoint.chat_template)
-        self._chat_template = ChatTemplate(template, self._tokenizer) if template else None
+    async def _load(self) -> BuiltDevice:
+        """The device, and the text side beside it. All of it blocks, so it runs in threads."""
+        built = await asyncio.to_thread(self._load_device)
+        try:
+            await asyncio.to_thread(self._load_text, built.checkpoint)
+        except BaseException:
+            await built.device.close()
+            raise
         return built
+
+    def _load_device(self) -> BuiltDevice:
+        if self._build is not None:
+            return self._build(self.config, self._on_progress)
+        self._on_progress("importing torch")
+        from deepinfer.runtime.build import build_device
+
+        return build_device(self.config, self._on_progress)
+
+    def _load_text(self, checkpoint: Checkpoint) -> None:
+        self._tokenizer = _tokenizer(self.config, checkpoint)
+        template = _chat_template_source(self.config, checkpoint.chat_template)
+        self._chat_template = ChatTemplate(template, self._tokenizer) if template else None
 
     def _assemble(self, built: BuiltDevice) -> None:
         self._built = built

@@ -267,6 +267,8 @@ async def test_a_file_that_the_settings_name_and_is_not_there(
     engine = make_engine(**{setting: str(tmp_path / "missing")})
     with pytest.raises(error, match="missing"):
         await engine.start()
+    with pytest.raises(EngineClosedError):  # the device that was built already is not left behind
+        await engine.device.collect()
     await engine.aclose()
 
 

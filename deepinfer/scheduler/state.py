@@ -160,7 +160,6 @@ class SchedulerState:
             self._note_token_time(sequence)
             sequence.token_ids = slots.token_ids[slot, : slots.known[slot]].copy()
             sequence.status = Status.WAITING
-            sequence.slot = -1
             self.waiting.push_front(sequence)
         sequence.slot = -1
         slots.vacate(slot)
