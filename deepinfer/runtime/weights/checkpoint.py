@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -76,20 +75,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         if name not in self._infos:
             self._refuse(name)
         return self._infos[name]
-
-    def load_all(
-        self, names: Iterable[str] | None = None, *, num_threads: int = 2
-    ) -> dict[str, torch.Tensor]:
-        """Reads many tensors at once (all by default), the largest first so that threads end
-        together. Beyond the machine's cores more threads gain nothing."""
-        wanted = list(self._infos if names is None else names)
-        by_size = sorted(wanted, key=lambda name: self.info(name).num_values, reverse=True)
-        if num_threads <= 1:
-            loaded = {name: self[name] for name in by_size}
-        else:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
-                loaded = dict(zip(by_size, pool.map(self.__getitem__, by_size), strict=True))
-        return {name: loaded[name] for name in wanted}
 
     def _refuse(self, name: str) -> NoReturn:
         similar = difflib.get_close_matches(name, self._infos, n=3, cutoff=0.6)

@@ -84,7 +84,7 @@ def test_shards(directory: Path) -> None:
     tensors = random_tensors()
     write_shards(directory, tensors)
     checkpoint = open_checkpoint(str(directory))
-    loaded = checkpoint.tensors.load_all()
+    loaded = checkpoint.tensors
     assert set(loaded) == set(tensors)
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
@@ -310,7 +310,5 @@ def test_a_missing_tensor_is_named_with_similar_ones(directory: Path) -> None:
     assert "among its 20" in message
     assert wrong not in tensors
     assert tensors.get(wrong) is None
-    with pytest.raises(CheckpointError):
-        tensors.load_all([wrong])
     with pytest.raises(CheckpointError):
         tensors.info(wrong)
