@@ -53,11 +53,14 @@ def _try(state: SchedulerState, sequence: Sequence, now: float) -> str | None:
     if state.prefix.enabled:
         extend_keys(sequence.keys, sequence.root, sequence.token_ids, block_tokens)
     most = (known - 1) // block_tokens  # one token at least is computed, to sample from
-    hits = state.prefix.match(sequence.keys, most)
-    if len(hits) < most and state.prefix.is_coming(sequence.keys, len(hits)):
+    reach = sequence.reach = state.prefix.reach(sequence.keys, most, sequence.reach)
+    if reach < most and state.prefix.is_coming(sequence.keys, reach):
         return "shared_prefix"
-    hits = _align(state, hits)
-    if not _fits(state, known, hits):
+    if not _fits(state, known, reach, 0):  # not even if all of the prefix is held already
+        return "blocks"
+    hits = _align(state, state.prefix.match(sequence.keys, most))
+    idle = sum(1 for block in hits if state.pool.refs[block] == 0)  # available now, held then
+    if not _fits(state, known, len(hits), idle):
         return "blocks"
     _take_slot(state, sequence, hits, most, now)
     return None
@@ -72,16 +75,15 @@ def _align(state: SchedulerState, hits: list[int]) -> list[int]:
     return hits[:num_hits]
 
 
-def _fits(state: SchedulerState, known: int, hits: list[int]) -> bool:
+def _fits(state: SchedulerState, known: int, num_hits: int, num_idle_hits: int) -> bool:
     slots, pool, block_tokens = state.slots, state.pool, state.spec.block_tokens
-    needed = -(-(known + 1) // block_tokens) - len(hits)
-    idle_hits = sum(1 for block in hits if pool.refs[block] == 0)  # available now, held then
+    needed = -(-(known + 1) // block_tokens) - num_hits + num_idle_hits
     admitted = state.prefilling
     promised = (slots.expected[admitted] - slots.capacity[admitted]).clip(0)
     promised_blocks = int((-(-promised // block_tokens)).sum()) if admitted else 0
     # Those who decode will each want a block soon; without that margin they would be preempted.
     margin = int(np.count_nonzero(slots.decoding))
-    return needed + idle_hits + promised_blocks + margin <= pool.available
+    return needed + promised_blocks + margin <= pool.available
 
 
 def _take_slot(

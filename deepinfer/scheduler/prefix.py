@@ -66,6 +66,21 @@ class PrefixIndex:
                 blocks.append(block)
         return blocks
 
+    def reach(self, keys: list[bytes], most_blocks: int, near: int) -> int:
+        """About how many blocks `match` would find, looked for around `near`, the last answer.
+
+        A request that waits is tried in every step; this keeps a try from walking a long prefix
+        again. It may be too high where a block inside the prefix was evicted, so `match` decides.
+        """
+        if not self.enabled:
+            return 0
+        reached = min(near, most_blocks)
+        while reached < most_blocks and keys[reached] in self._block_of:
+            reached += 1
+        while reached and keys[reached - 1] not in self._block_of:
+            reached -= 1
+        return reached
+
     def explain_miss(self, keys: list[bytes], num_hits: int, most_blocks: int) -> PrefixMiss:
         """Why the match of `keys` ended after `num_hits` blocks."""
         if not self.enabled:

@@ -50,6 +50,7 @@ class Sequence:
         "num_output_tokens",
         "preemptions",
         "prefix_miss",
+        "reach",
         "request",
         "root",
         "skips",
@@ -89,6 +90,7 @@ class Sequence:
         self.cached_tokens = 0
         self.prefix_miss = PrefixMiss.NONE
         self.preemptions = 0
+        self.reach = 0  # blocks of its prefix that were cached when last looked at
         self.skips = 0  # times that a later request passed it
         self.blocked_by: str | None = None
         self.blocked_since_s = 0.0

@@ -100,3 +100,25 @@ def test_what_is_announced_is_coming_until_all_have_withdrawn(index):
     assert not index.is_coming(keys, 1)
     index.withdraw(keys[:1])
     index.check_idle()
+
+
+@given(st.lists(st.integers(0, 1), min_size=4, max_size=40), st.data())
+def test_reach_agrees_with_match_from_wherever_it_starts(tokens, data):
+    keys = keys_of(tokens)
+    index = PrefixIndex()
+    known = data.draw(st.integers(0, len(keys)))
+    for block, key in enumerate(keys[:known], 1):
+        index.publish(block, key)
+    most = data.draw(st.integers(0, len(keys)))
+    near = data.draw(st.integers(0, len(keys) + 3))
+    assert index.reach(keys, most, near) == len(index.match(keys, most))
+
+
+def test_reach_may_overlook_a_hole_but_match_does_not():
+    keys = keys_of(list(range(16)))
+    index = PrefixIndex()
+    for block, key in enumerate(keys, 1):
+        index.publish(block, key)
+    index.forget(2)
+    assert index.reach(keys, 4, near=4) == 4
+    assert index.match(keys, 4) == [1]
